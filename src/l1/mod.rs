@@ -1,0 +1,1 @@
+//! L1: pinned memory.
