@@ -1,5 +1,15 @@
 //! kvcachefs: a FUSE file system that keeps the key/value cache of LLM inference in RAM and on NVMe.
 
+pub mod background;
+pub mod cli;
+pub mod config;
+pub mod daemon;
+pub mod error;
+pub mod host;
 pub mod l1;
 pub mod l2;
+pub mod logging;
 pub mod memory;
+pub mod mount;
+pub mod signals;
+pub mod units;

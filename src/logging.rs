@@ -1,0 +1,44 @@
+//! Where log lines go: standard error, the journal or a file.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+
+use env_logger::{Builder, Target};
+use log::Level;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+
+/// Starts logging and says what is notable about the configuration.
+///
+/// # Errors
+/// The log file cannot be opened.
+pub fn init(config: &Config) -> Result<()> {
+    let mut builder = Builder::new();
+    builder.filter_level(config.log_level);
+    if let Some(path) = &config.log_file {
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(|error| {
+            Error::caused_by(format!("--log-file {}", path.display()), error)
+                .remedy("name a file that can be written")
+        })?;
+        builder.target(Target::Pipe(Box::new(file)));
+    } else if std::env::var_os("JOURNAL_STREAM").is_some() {
+        // The journal adds the time itself and takes the level from a prefix, as sd-daemon(3) defines it.
+        builder.format(|out, record| writeln!(out, "<{}>{}", priority(record.level()), record.args()));
+    }
+    // A second start within one process, as tests do it, keeps the first logger.
+    let _ = builder.try_init();
+    for note in &config.notes {
+        log::warn!("{note}");
+    }
+    Ok(())
+}
+
+const fn priority(level: Level) -> u8 {
+    match level {
+        Level::Error => 3,
+        Level::Warn => 4,
+        Level::Info => 6,
+        Level::Debug | Level::Trace => 7,
+    }
+}
