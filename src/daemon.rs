@@ -1,16 +1,383 @@
 //! The daemon: joins the parts, starts them in order and stops them in reverse.
 
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
 use crate::background::Ready;
-use crate::config::Config;
+use crate::config::{Config, Evict, HugePages, L2Engine, ReadPath, Recycle};
+use crate::control::Control;
 use crate::error::{Error, Result};
+use crate::l1::{Pool, PoolConfig, RegionWatcher};
+use crate::l2::volume::{Volume, VolumeOptions};
+use crate::l2::{DeviceOptions, EngineKind, EngineOptions};
+use crate::memory::{Region, RegionId};
+use crate::mount;
+use crate::signals::{self, Stop};
+use crate::stats::Events;
+use crate::store::core::{Core, Settings};
+use crate::store::recover::{Recovered, Recovery};
+use crate::store::{Store, UnitReply};
+use crate::units::Bytes;
+
+/// Threads that check what comes from the devices and answer clients.
+const COMPLETION_THREADS: usize = 2;
+/// Descriptors and mappings that are not slabs.
+const RESERVED_DESCRIPTORS: u64 = 512;
+
+/// What the main thread waits for.
+enum Message {
+    Stop(Stop),
+    Ended(std::io::Result<()>),
+}
+
+impl From<Stop> for Message {
+    fn from(stop: Stop) -> Self {
+        Self::Stop(stop)
+    }
+}
+
+/// Registers L1's memory with the devices' engines.
+struct FixedBuffers(Arc<Volume>);
+
+impl RegionWatcher for FixedBuffers {
+    fn created(&self, region: Region) {
+        self.0.register(region);
+    }
+    fn destroyed(&self, id: RegionId) {
+        self.0.unregister(id);
+    }
+}
 
 /// Mounts, serves until stopped, drains and unmounts.
 ///
 /// # Errors
 /// Whatever kept the mount from working, or kept the drain from being complete.
-pub fn run(config: Config, _ready: &mut Ready) -> Result<()> {
-    let mounted = crate::mount::mount(&crate::mount::Request::from(&config))?;
-    drop(mounted.device);
-    crate::mount::unmount(&mounted.mountpoint, true)?;
-    Err(Error::new("kvcachefs mount", "is not built yet"))
+pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
+    let request = mount::Request::from(&config);
+    mount::prepare(&request)?;
+    config.notes.iter().for_each(|note| log::warn!("{note}"));
+    let events = Arc::new(Events::default());
+    let daemon = Daemon::start(&config, &events, ready)?;
+    let wants_passthrough = config.read_path != ReadPath::Daemon;
+    let control = Arc::new(Control::new(daemon.store.clone(), events.clone(), config.render(), wants_passthrough));
+    daemon.notes.iter().for_each(|note| control.without(note.clone()));
+
+    let mounted = match mount::mount(&request) {
+        Ok(mounted) => mounted,
+        Err(error) => {
+            daemon.stop(config.drain_timeout, false);
+            return Err(error);
+        }
+    };
+    let (sender, messages) = channel();
+    let served = crate::fs::serve(mounted.device, &daemon.store, &control, config.threads, config.allow_other);
+    let served = match served {
+        Ok(served) => served,
+        Err(error) => {
+            let _ = mount::unmount(&mounted.mountpoint, true);
+            daemon.stop(config.drain_timeout, false);
+            return Err(Error::caused_by(config.mountpoint.display(), error));
+        }
+    };
+    if config.read_path == ReadPath::Passthrough && !control.kernel_passthrough() {
+        let _ = mount::unmount(&mounted.mountpoint, true);
+        let _ = served.join();
+        daemon.stop(config.drain_timeout, false);
+        return Err(Error::new("--read-path passthrough", "the kernel offers none")
+            .remedy("use --read-path auto, or run as root on Linux 6.9 or later"));
+    }
+    let _watch = signals::watch(sender.clone())?;
+    let waiter = {
+        let sender = sender.clone();
+        std::thread::Builder::new()
+            .name("kv-session".into())
+            .spawn(move || {
+                let ended = served.join();
+                let _ = sender.send(Message::Ended(ended));
+            })
+            .map_err(|error| Error::caused_by("thread kv-session", error))?
+    };
+    events.push(format!("mounted at {}", mounted.mountpoint.display()));
+    log::info!("mounted at {}", mounted.mountpoint.display());
+    ready.mounted()?;
+
+    let mut ended = false;
+    let mut now = false;
+    let outcome = match messages.recv() {
+        Ok(Message::Ended(result)) => {
+            ended = true;
+            result.map_err(|error| Error::caused_by("serving the mount", error))
+        }
+        Ok(Message::Stop(stop)) => {
+            now = stop == Stop::Now;
+            ready.stopping();
+            Ok(())
+        }
+        Err(error) => Err(Error::caused_by("waiting for the mount", error)),
+    };
+    if !ended {
+        log::info!("stopping: draining");
+        let drained = daemon.drain_until(config.drain_timeout, || {
+            matches!(messages.try_recv(), Ok(Message::Stop(_)))
+        });
+        now |= !drained;
+        if let Err(error) = mount::unmount(&mounted.mountpoint, true) {
+            log::warn!("{error}");
+        }
+        // A lazy unmount ends the session once the last client has let go; a client that does not is left behind.
+        let deadline = Instant::now() + config.drain_timeout;
+        while !ended {
+            match messages.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(Message::Ended(_)) => ended = true,
+                Ok(Message::Stop(_)) => {
+                    now = true;
+                    break;
+                }
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
+            }
+        }
+    }
+    if !ended {
+        log::warn!("clients still use the mount; ending without them");
+        daemon.finish(config.drain_timeout);
+        // Session threads cannot be joined while the kernel waits for a client; everything that matters is done.
+        std::process::exit(i32::from(now));
+    }
+    let _ = waiter.join();
+    daemon.stop(config.drain_timeout, !now);
+    log::info!("unmounted");
+    outcome
+}
+
+/// The store and its threads.
+struct Daemon {
+    store: Arc<Store>,
+    volume: Option<Arc<Volume>>,
+    threads: Vec<JoinHandle<()>>,
+    notes: Vec<String>,
+}
+
+impl Daemon {
+    fn start(config: &Config, events: &Arc<Events>, ready: &Ready) -> Result<Self> {
+        let mut notes = Vec::new();
+        let uid = nix::unistd::geteuid().as_raw();
+        let gid = nix::unistd::getegid().as_raw();
+        let (volume, recovered) = match open_volume(config, uid, gid, ready)? {
+            Some((volume, recovered)) => (Some(Arc::new(volume)), recovered),
+            None => {
+                notes.push("L2: memory only, what leaves L1 is gone".to_owned());
+                (None, Recovery::new(std::iter::empty(), uid, gid).finish())
+            }
+        };
+        if let Some(volume) = &volume {
+            notes.extend(volume.notes());
+        }
+        let slabs_max = raise_limits(&mut notes);
+        let watcher = volume.clone().map(|volume| Arc::new(FixedBuffers(volume)) as Arc<dyn RegionWatcher>);
+        let reserve = config.chunk_reserve.map_or_else(|| (config.l1.0 / 16).max(8 << 20), |bytes| bytes.0);
+        let pool = Pool::new(
+            PoolConfig {
+                budget_bytes: config.l1.0,
+                lock: config.lock,
+                huge_pages: config.huge_pages == HugePages::Auto,
+                rest: config.slab_rest,
+                strict: config.recycle == Recycle::Strict,
+                chunk_reserve_bytes: reserve,
+                slab_bytes_max: config.slab_file_max.0.max(2 << 20).next_multiple_of(4096),
+                slabs_max,
+            },
+            watcher,
+        )
+        .map_err(|error| Error::new("--l1", error))?;
+        let settings = Settings {
+            passthrough: false,
+            memory_only: volume.is_none(),
+            evict: config.evict == Evict::Lru,
+            small_file_max: config.small_file_max.0.min(crate::store::hot::BLOCK),
+            slab_file_max: config.slab_file_max.0,
+            dirty_limit_pages: config.dirty_limit.0 / 4096,
+            capacity_pages: volume.as_ref().map_or(config.l1.0 / 4096, |volume| volume.capacity_pages()),
+            files_max: config.l2_files_max.unwrap_or_else(|| volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+            publish_wait: config.publish_wait,
+            request_deadline: config.request_deadline,
+        };
+        let Recovered { tree, allocators, allocated_pages, by_recency, dropped } = recovered;
+        let mut core = Core::new(tree, pool.clone(), settings, allocators);
+        core.space.allocated = allocated_pages;
+        core.space.peak = allocated_pages;
+        for idx in by_recency {
+            core.touch(idx);
+        }
+        for (id, why) in &dropped {
+            let path = core.tree.path(id.idx());
+            log::error!("{path} was dropped from the catalog: {why}");
+            events.push(format!("dropped {path}: {why}"));
+        }
+        core.remove_records(dropped.into_iter().map(|(id, _)| id).collect());
+        let store = Store::new(core, pool, volume.clone(), events.clone());
+        let mut daemon = Self { store, volume, threads: Vec::new(), notes };
+        daemon.start_threads()?;
+        Ok(daemon)
+    }
+
+    fn start_threads(&mut self) -> Result<()> {
+        let failed = |error| Error::caused_by("starting threads", error);
+        self.store.start_completions(COMPLETION_THREADS).map_err(failed)?;
+        let runs: [(&str, fn(&Arc<Store>)); 4] = [
+            ("kv-write", Store::run_writer),
+            ("kv-commit", Store::run_committer),
+            ("kv-timer", Store::run_timer),
+            ("kv-admit", Store::run_admission),
+        ];
+        for (name, run) in runs {
+            if self.volume.is_none() && (name == "kv-write" || name == "kv-commit") {
+                continue;
+            }
+            let store = self.store.clone();
+            let thread = std::thread::Builder::new()
+                .name(name.to_owned())
+                .spawn(move || {
+                    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&store)));
+                    if result.is_err() {
+                        // A rule was broken; what was durable is durable, and nothing else may be promised.
+                        log::error!("{name} panicked; ending the daemon");
+                        std::process::abort();
+                    }
+                })
+                .map_err(failed)?;
+            self.threads.push(thread);
+        }
+        Ok(())
+    }
+
+    /// Waits until everything published is durable. Gives up at the timeout, or when `interrupted`.
+    fn drain_until(&self, timeout: Duration, mut interrupted: impl FnMut() -> bool) -> bool {
+        let (sender, done) = channel();
+        let reply: UnitReply = Box::new(move |result| {
+            let _ = sender.send(result);
+        });
+        self.store.barrier(reply);
+        let deadline = Instant::now() + timeout;
+        loop {
+            match done.recv_timeout(Duration::from_millis(50)) {
+                Ok(Ok(())) => return true,
+                Ok(Err(errno)) => {
+                    log::error!("drain: {errno}: some files could not be stored, see .ctl/events");
+                    return false;
+                }
+                Err(RecvTimeoutError::Disconnected) => return false,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if interrupted() {
+                log::warn!("stopped before everything was stored; what was durable is safe");
+                return false;
+            }
+            if Instant::now() >= deadline {
+                log::error!("not everything could be stored within {timeout:?} (--drain-timeout)");
+                return false;
+            }
+        }
+    }
+
+    /// After the last client has gone: stores what is left and a checkpoint, so that recency survives.
+    fn finish(&self, timeout: Duration) {
+        if let Some(volume) = &self.volume
+            && self.drain_until(timeout, || false)
+            && let Err(error) = self.store.checkpoint(volume)
+        {
+            log::warn!("the last checkpoint failed: {error}; the log has everything but the times of access");
+        }
+    }
+
+    fn stop(self, timeout: Duration, orderly: bool) {
+        if orderly {
+            self.finish(timeout);
+        }
+        self.store.stop_threads();
+        for thread in self.threads {
+            let name = thread.thread().name().unwrap_or("?").to_owned();
+            if thread.join().is_err() {
+                log::error!("{name} panicked");
+            }
+        }
+        if let Some(volume) = &self.volume {
+            volume.stop();
+        }
+        self.store.stop_completions();
+    }
+}
+
+/// Opens L2 and reads its catalog.
+fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Option<(Volume, Recovered)>> {
+    if config.is_memory_only() {
+        return Ok(None);
+    }
+    ready.progress("reading the catalog");
+    let paths: Vec<_> = config
+        .l2
+        .iter()
+        .map(|spec| (spec.path.as_path(), spec.size.map(|size| size.0 / 4096 * 4096)))
+        .collect();
+    let options = VolumeOptions {
+        format: config.format,
+        files_max: config.l2_files_max,
+        device: DeviceOptions {
+            size: None,
+            kind: match config.l2_engine {
+                L2Engine::Auto => EngineKind::Auto,
+                L2Engine::Uring => EngineKind::Uring,
+                L2Engine::Threads => EngineKind::Threads,
+            },
+            engine: EngineOptions { depth: config.queue_depth, ..EngineOptions::default() },
+        },
+    };
+    let mut records = Vec::new();
+    let started = Instant::now();
+    let opened = Volume::open(&paths, &options, &mut |record| records.push(record))?;
+    let blocks = (0..opened.volume.device_count()).map(|device| opened.volume.data_blocks(device));
+    let mut recovery = Recovery::new(blocks, uid, gid);
+    records.into_iter().for_each(|record| recovery.visit(record));
+    let recovered = recovery.finish();
+    if opened.fresh {
+        log::info!("made a new store of {} on {} path(s)", Bytes(opened.volume.capacity_pages() * 4096), paths.len());
+    } else {
+        log::info!(
+            "store opened: {} files, {} in use, {} of catalog read in {:?}",
+            recovered.tree.files,
+            Bytes(recovered.allocated_pages * 4096),
+            Bytes(opened.recovery_bytes),
+            started.elapsed()
+        );
+    }
+    Ok(Some((opened.volume, recovered)))
+}
+
+/// Raises the limit of descriptors as far as allowed, and says how many slabs that leaves room for.
+fn raise_limits(notes: &mut Vec<String>) -> usize {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let mut files = 1024;
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
+        // Root may go beyond the hard limit; others up to it.
+        let wish = hard.max(1 << 20);
+        files = if setrlimit(Resource::RLIMIT_NOFILE, wish, wish).is_ok() {
+            wish
+        } else if setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() {
+            hard
+        } else {
+            soft
+        };
+    }
+    let maps: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count")
+        .ok()
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(65_530);
+    let slabs = files.min(maps).saturating_sub(RESERVED_DESCRIPTORS).max(64);
+    if slabs < 4096 {
+        notes.push(format!(
+            "many slabs: {files} descriptors and vm.max_map_count={maps} leave room for {slabs}; raise ulimit -n or the sysctl for more"
+        ));
+    }
+    usize::try_from(slabs).unwrap_or(usize::MAX)
 }

@@ -3,8 +3,10 @@
 pub mod background;
 pub mod cli;
 pub mod config;
+pub mod control;
 pub mod daemon;
 pub mod error;
+pub mod fs;
 pub mod host;
 pub mod l1;
 pub mod l2;
@@ -12,4 +14,7 @@ pub mod logging;
 pub mod memory;
 pub mod mount;
 pub mod signals;
+pub mod stats;
+pub mod store;
 pub mod units;
+pub mod writeback;

@@ -92,6 +92,25 @@ impl Span {
         Self { ptr, len: range.len(), region: self.region, _keep: self._keep.clone() }
     }
 
+    /// The same range, kept by somebody else, who in turn keeps what kept it so far.
+    pub fn kept_by(self, keep: Arc<dyn Send + Sync>) -> Self {
+        Self { ptr: self.ptr, len: self.len, region: self.region, _keep: keep }
+    }
+
+    /// Whether `next` begins where this span ends, in memory that the same owner keeps.
+    pub fn is_followed_by(&self, next: &Self) -> bool {
+        self.ptr.as_ptr() as usize + self.len == next.ptr.as_ptr() as usize && std::ptr::addr_eq(Arc::as_ptr(&self._keep), Arc::as_ptr(&next._keep))
+    }
+
+    /// This span and the one that follows it, as one.
+    ///
+    /// # Panics
+    /// If `next` does not follow.
+    pub fn joined(&self, next: &Self) -> Self {
+        assert!(self.is_followed_by(next), "spans are joined where they meet");
+        Self { ptr: self.ptr, len: self.len + next.len, region: self.region, _keep: self._keep.clone() }
+    }
+
     /// Copies `from` to offset `at`.
     ///
     /// # Panics

@@ -1,0 +1,370 @@
+//! The control files: what a person reads with `cat` (and, later, what an engine asks by ioctl).
+//!
+//! `.ctl` in the root is not listed, so that tools that walk the tree do not walk into it. Its files have no size,
+//! as in `/proc`: their content is made when they are opened, except that of `events`, which grows and can be followed.
+
+use std::ffi::OsStr;
+use std::fmt::Write as _;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+
+use crate::stats::Events;
+use crate::store::attr::{Attr, Entry};
+use crate::store::core::now;
+use crate::store::node::{Kind, ROOT_INO};
+use crate::store::report::Snapshot;
+use crate::store::Store;
+use crate::units::Bytes;
+
+/// Inode number of `.ctl`; its files follow. Those of the store are larger than 2^32.
+const DIR_INO: u64 = 2;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum File {
+    Status,
+    Stats,
+    Metrics,
+    Config,
+    Version,
+    Events,
+}
+
+const FILES: [(&str, File); 6] = [
+    ("status", File::Status),
+    ("stats", File::Stats),
+    ("metrics", File::Metrics),
+    ("config", File::Config),
+    ("version", File::Version),
+    ("events", File::Events),
+];
+
+/// An open control file.
+pub struct Opened {
+    file: File,
+    text: Vec<u8>,
+}
+
+pub struct Control {
+    store: Arc<Store>,
+    events: Arc<Events>,
+    config: String,
+    wants_passthrough: bool,
+    kernel_passthrough: AtomicBool,
+    /// What the mount does without, and why: lines for status.
+    without: parking_lot::Mutex<Vec<String>>,
+    started: Instant,
+    born: i64,
+    uid: u32,
+    gid: u32,
+}
+
+impl Control {
+    pub const NAME: &'static str = ".ctl";
+
+    pub fn new(store: Arc<Store>, events: Arc<Events>, config: String, wants_passthrough: bool) -> Self {
+        Self {
+            store,
+            events,
+            config,
+            wants_passthrough,
+            kernel_passthrough: AtomicBool::new(false),
+            without: parking_lot::Mutex::default(),
+            started: Instant::now(),
+            born: now(),
+            uid: nix::unistd::geteuid().as_raw(),
+            gid: nix::unistd::getegid().as_raw(),
+        }
+    }
+
+    pub fn wants_passthrough(&self) -> bool {
+        self.wants_passthrough
+    }
+
+    pub fn set_kernel_passthrough(&self, granted: bool) {
+        self.kernel_passthrough.store(granted, Ordering::Relaxed);
+    }
+
+    pub fn kernel_passthrough(&self) -> bool {
+        self.kernel_passthrough.load(Ordering::Relaxed)
+    }
+
+    /// Notes something that the mount does without.
+    pub fn without(&self, line: String) {
+        self.without.lock().push(line);
+    }
+
+    pub fn owns(&self, ino: u64) -> bool {
+        (DIR_INO..=DIR_INO + FILES.len() as u64).contains(&ino)
+    }
+
+    fn file(ino: u64) -> Option<File> {
+        let at = usize::try_from(ino.checked_sub(DIR_INO + 1)?).ok()?;
+        FILES.get(at).map(|(_, file)| *file)
+    }
+
+    fn attr(&self, ino: u64) -> Attr {
+        let dir = ino == DIR_INO;
+        let size = if Self::file(ino) == Some(File::Events) { self.events.len() } else { 0 };
+        Attr {
+            ino,
+            kind: if dir { Kind::Dir } else { Kind::File },
+            size,
+            blocks: 0,
+            mode: if dir { 0o555 } else { 0o444 },
+            nlink: if dir { 2 } else { 1 },
+            uid: self.uid,
+            gid: self.gid,
+            atime: self.born,
+            mtime: if dir { self.born } else { now() },
+            ctime: self.born,
+            ttl: Duration::ZERO,
+        }
+    }
+
+    /// None: not ours to answer.
+    pub fn lookup(&self, parent: u64, name: &OsStr) -> Option<Result<Entry, Errno>> {
+        let ino = if parent == ROOT_INO && name == Self::NAME {
+            DIR_INO
+        } else if parent == DIR_INO {
+            match FILES.iter().position(|(known, _)| name == *known) {
+                Some(at) => DIR_INO + 1 + at as u64,
+                None => return Some(Err(Errno::ENOENT)),
+            }
+        } else {
+            return None;
+        };
+        Some(Ok(Entry { attr: self.attr(ino), ttl: Duration::from_secs(3600) }))
+    }
+
+    pub fn getattr(&self, ino: u64) -> Option<Result<Attr, Errno>> {
+        self.owns(ino).then(|| Ok(self.attr(ino)))
+    }
+
+    pub fn readdir(&self, ino: u64, offset: u64, add: &mut dyn FnMut(u64, u64, &OsStr) -> bool) -> Option<()> {
+        if ino != DIR_INO {
+            return None;
+        }
+        for (at, (name, _)) in FILES.iter().enumerate().skip(offset as usize) {
+            if add(DIR_INO + 1 + at as u64, at as u64 + 1, OsStr::from_bytes(name.as_bytes())) {
+                break;
+            }
+        }
+        Some(())
+    }
+
+    pub fn open(&self, ino: u64, flags: i32) -> Option<Result<Opened, Errno>> {
+        if ino == DIR_INO {
+            return Some(Err(Errno::EISDIR));
+        }
+        let file = Self::file(ino)?;
+        if flags & libc::O_ACCMODE != libc::O_RDONLY {
+            return Some(Err(Errno::EACCES));
+        }
+        let text = match file {
+            File::Status => self.status(),
+            File::Stats => self.stats(),
+            File::Metrics => self.metrics(),
+            File::Config => self.config.clone(),
+            File::Version => format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")),
+            File::Events => String::new(),
+        };
+        Some(Ok(Opened { file, text: text.into_bytes() }))
+    }
+
+    pub fn read(&self, opened: &Opened, offset: u64, len: usize) -> Vec<u8> {
+        if opened.file == File::Events {
+            return self.events.read(offset, len);
+        }
+        let from = usize::try_from(offset).unwrap_or(usize::MAX).min(opened.text.len());
+        opened.text[from..opened.text.len().min(from.saturating_add(len))].to_vec()
+    }
+
+    fn status(&self) -> String {
+        let s = self.store.snapshot();
+        let c = &s.counters;
+        let mut out = String::new();
+        let mut line = |text: std::fmt::Arguments<'_>| {
+            let _ = out.write_fmt(text);
+            out.push('\n');
+        };
+        let percent = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 };
+        let health = if s.poisoned {
+            "FAILED: the device refused a commit; what is published now is not stored, see .ctl/events"
+        } else if c.store_failures > 0 || c.crc_errors > 0 || c.read_errors > 0 {
+            "DEGRADED: some files were lost to device errors, see .ctl/events"
+        } else {
+            "ok"
+        };
+        let up = self.started.elapsed().as_secs();
+        line(format_args!(
+            "kvcachefs {}   up {}h{:02}m{:02}s   health {health}",
+            env!("CARGO_PKG_VERSION"),
+            up / 3600,
+            up / 60 % 60,
+            up % 60
+        ));
+        line(format_args!("files {}   directories {}   being written {}", s.files, s.directories, s.private_files));
+        line(format_args!(
+            "L1   {} of {} ({:.0} %)   lent {}   free slabs {}   peak {}",
+            Bytes(s.pool.total),
+            Bytes(s.pool.budget),
+            percent(s.pool.total, s.pool.budget),
+            Bytes(s.pool.lent),
+            Bytes(s.pool.free_slabs),
+            Bytes(s.pool.peak_total)
+        ));
+        if s.memory_only {
+            line(format_args!("L2   none: what leaves L1 is gone"));
+        } else {
+            line(format_args!(
+                "L2   {} of {} ({:.0} %)   dirty {} of {} (peak {})   queued {} files",
+                Bytes(s.used_bytes),
+                Bytes(s.capacity_bytes),
+                percent(s.used_bytes, s.capacity_bytes),
+                Bytes(s.dirty_bytes),
+                Bytes(s.dirty_limit_bytes),
+                Bytes(s.dirty_peak_bytes),
+                s.queued_files
+            ));
+        }
+        for (path, engine, gauges) in &s.devices {
+            line(format_args!("     {path}   engine {engine}   in flight {}", gauges.outstanding()));
+        }
+        let opens = c.open_hits_l1 + c.open_hits_mixed + c.open_hits_l2;
+        line(format_args!(
+            "opens to read {opens}: L1 {:.1} %, mixed {:.1} %, L2 {:.1} %   passthrough {}   direct {}",
+            percent(c.open_hits_l1, opens),
+            percent(c.open_hits_mixed, opens),
+            percent(c.open_hits_l2, opens),
+            c.opens_passthrough,
+            c.opens_direct
+        ));
+        line(format_args!(
+            "lookups {} (missed {})   published {} files, {}   evicted from L1 {}, from L2 {}",
+            c.lookups,
+            c.lookup_misses,
+            c.published_files,
+            Bytes(c.published_bytes),
+            c.evictions_l1,
+            c.evictions_l2
+        ));
+        line(format_args!(
+            "promoted {} ({})   written back {}   commits {}   waiting writers {}",
+            c.promotions,
+            Bytes(c.promoted_bytes),
+            Bytes(c.writeback_bytes),
+            c.commits,
+            s.waiting_changes
+        ));
+        line(format_args!(
+            "errors: checksum {}   read {}   store {}   timeouts {}   discarded {}",
+            c.crc_errors, c.read_errors, c.store_failures, c.timeouts, c.discarded
+        ));
+        for without in self.without.lock().iter() {
+            line(format_args!("without: {without}"));
+        }
+        out
+    }
+
+    fn stats(&self) -> String {
+        let s = self.store.snapshot();
+        let mut out = String::new();
+        for metric in metrics(&s) {
+            let _ = writeln!(out, "{} {}", metric.key, metric.value);
+        }
+        out
+    }
+
+    fn metrics(&self) -> String {
+        let s = self.store.snapshot();
+        let mut out = String::new();
+        for metric in metrics(&s) {
+            let (kind, suffix) = if metric.counter { ("counter", "_total") } else { ("gauge", "") };
+            let name = format!("kvcachefs_{}{suffix}", metric.key);
+            let _ = writeln!(out, "# HELP {name} {}\n# TYPE {name} {kind}\n{name} {}", metric.help, metric.value);
+        }
+        out
+    }
+}
+
+/// One number that both `stats` and `metrics` tell.
+struct Metric {
+    key: &'static str,
+    help: &'static str,
+    counter: bool,
+    value: u64,
+}
+
+fn metrics(s: &Snapshot) -> Vec<Metric> {
+    let c = &s.counters;
+    let gauge = |key, value, help| Metric { key, help, counter: false, value };
+    let counter = |key, value, help| Metric { key, help, counter: true, value };
+    let engines = |f: fn(&crate::l2::EngineGauges) -> u64| s.devices.iter().map(|(_, _, g)| f(g)).sum();
+    vec![
+        gauge("files", s.files, "Visible files and links."),
+        gauge("directories", s.directories, "Directories."),
+        gauge("private_files", s.private_files, "Names under construction."),
+        gauge("l1_capacity_bytes", s.pool.budget, "Memory that L1 may use."),
+        gauge("l1_used_bytes", s.pool.total, "Memory that L1 uses, free slabs included."),
+        gauge("l1_used_peak_bytes", s.pool.peak_total, "Most memory that L1 has used."),
+        gauge("l1_slab_bytes", s.pool.used_slabs, "Memory of slabs that hold files."),
+        gauge("l1_chunk_bytes", s.pool.used_chunks, "Memory of chunks that hold small files and blocks."),
+        gauge("l1_free_slab_bytes", s.pool.free_slabs, "Memory of slabs that wait to be used again."),
+        gauge("l1_resting_bytes", s.pool.resting, "Memory of slabs that rest after passthrough."),
+        gauge("l1_lent_bytes", s.pool.lent, "Memory of evicted slabs that clients still map."),
+        gauge("l2_capacity_bytes", s.capacity_bytes, "Room for files on the devices."),
+        gauge("l2_used_bytes", s.used_bytes, "Room that files take or have reserved."),
+        gauge("l2_used_peak_bytes", s.used_peak_bytes, "Most room that files have taken."),
+        gauge("dirty_bytes", s.dirty_bytes, "Bytes written by clients that are not on a device."),
+        gauge("dirty_peak_bytes", s.dirty_peak_bytes, "Most dirty bytes so far."),
+        gauge("dirty_limit_bytes", s.dirty_limit_bytes, "Bound of the dirty bytes."),
+        gauge("writeback_queued_files", s.queued_files, "Entries of the publish queue."),
+        gauge("writeback_in_flight_bytes", s.writeback_in_flight_bytes, "Bytes on their way to the devices."),
+        gauge("waiting_writers", s.waiting_changes, "Writes that wait for room."),
+        gauge("promotions_in_flight", c.promoting, "Groups of blocks on their way from the devices."),
+        gauge("device_in_flight", engines(|g| g.outstanding()), "Transfers that devices are working on."),
+        gauge("poisoned", u64::from(s.poisoned), "1 after a commit failed."),
+        gauge("passthrough", u64::from(s.passthrough), "1 if resident files are read by the kernel alone."),
+        counter("lookups", c.lookups, "Lookups that reached the daemon."),
+        counter("lookup_misses", c.lookup_misses, "Lookups that found nothing."),
+        counter("opens_passthrough", c.opens_passthrough, "Opens whose reads stay in the kernel."),
+        counter("opens_direct", c.opens_direct, "Opens whose reads and writes come to the daemon."),
+        counter("open_hits_l1", c.open_hits_l1, "Read-only opens of files wholly in L1."),
+        counter("open_hits_mixed", c.open_hits_mixed, "Read-only opens of files partly in L1."),
+        counter("open_hits_l2", c.open_hits_l2, "Read-only opens of files not in L1."),
+        counter("read_l1_bytes", c.read_l1_bytes, "Bytes read through the daemon that were in L1."),
+        counter("read_l2_bytes", c.read_l2_bytes, "Bytes read from the devices."),
+        counter("read_around_bytes", c.read_around_bytes, "Bytes read from the devices without keeping them."),
+        counter("written_bytes", c.written_bytes, "Bytes written by clients."),
+        counter("published_files", c.published_files, "Files that became visible."),
+        counter("published_bytes", c.published_bytes, "Bytes of files that became visible."),
+        counter("publish_waits", c.publish_waits, "Lookups that waited for a file to be released."),
+        counter("discarded_files", c.discarded, "Files under construction that never became visible."),
+        counter("unlinked_files", c.unlinked, "Files removed by clients."),
+        counter("copies_on_write", c.copies_on_write, "Versions made because a sealed file was opened to be written."),
+        counter("aliases", c.aliases, "Fresh identities given to files that came into L1 while open."),
+        counter("promotions", c.promotions, "Files or blocks brought from L2 to L1."),
+        counter("promoted_bytes", c.promoted_bytes, "Bytes brought from L2 to L1."),
+        counter("promoted_unread", c.promoted_unread, "Promotions dropped from L1 without having been read."),
+        counter("evictions_l1", c.evictions_l1, "Times that L1 dropped a file or part of one."),
+        counter("evictions_l2", c.evictions_l2, "Files that left to make room."),
+        counter("evicted_bytes", c.evicted_bytes, "Bytes of files that left to make room."),
+        counter("spilled_bytes", c.spilled_bytes, "Bytes of unfinished files written early under pressure."),
+        counter("writeback_bytes", c.writeback_bytes, "Bytes written to the devices."),
+        counter("committed_files", c.committed_files, "Files whose record became durable."),
+        counter("commits", c.commits, "Commits of the catalog."),
+        counter("checkpoints", c.checkpoints, "Checkpoints of the catalog."),
+        counter("store_failures", c.store_failures, "Files that could not be stored."),
+        counter("read_errors", c.read_errors, "Reads that a device failed."),
+        counter("crc_errors", c.crc_errors, "Blocks whose checksum did not match."),
+        counter("writer_waits", c.waits, "Writes that had to wait."),
+        counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
+        counter("slabs_created", s.pool.created, "Slabs made."),
+        counter("slabs_reused", s.pool.reused, "Slabs used again with their pages."),
+        counter("slabs_replaced", s.pool.replaced, "Slabs whose pages were replaced before reuse."),
+    ]
+}

@@ -1,0 +1,304 @@
+//! One memfd and its mapping.
+//!
+//! The memfd is opened a second time through `/proc/self/fd`, and only that descriptor is kept: on it a write lease
+//! tells whether anybody else has the slab open or mapped (fact 5). The mapping is as long as the largest slab may
+//! ever be and is made once; growing and shrinking only change the length of the file below it, so the address of a
+//! slab never changes. Whatever lies beyond the file's length must not be touched, and [`Slab::span`] sees to that.
+#![allow(unsafe_code, reason = "mappings are made and unmade here")]
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::sys::signal::{SigHandler, Signal, signal};
+use parking_lot::Mutex;
+
+use super::pool::{Owner, Pool};
+use crate::memory::{PAGE, Region, RegionId, Span};
+
+static NEXT_REGION: AtomicU64 = AtomicU64::new(1);
+
+/// The memory itself. Dropped, it is unmapped and freed.
+pub(super) struct Memory {
+    file: File,
+    base: NonNull<u8>,
+    reserved: usize,
+    pages: AtomicU32,
+    region: AtomicU64,
+    /// Engines have been told of it.
+    announced: AtomicBool,
+    /// Has been opened in passthrough since its pages were fresh.
+    lent: AtomicBool,
+    last_release: Mutex<Option<Instant>>,
+    pub(super) owner: Mutex<Option<Owner>>,
+    backing: Mutex<Option<Box<dyn Any + Send + Sync>>>,
+}
+
+// SAFETY: the mapping belongs to this value alone and is reached only through raw copies; everything else in it is
+// Send and Sync.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+/// How a slab is kept in memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Keep {
+    pub lock: bool,
+    pub huge: bool,
+}
+
+impl Memory {
+    pub(super) fn new(pages: u32, reserved: usize, keep: Keep) -> io::Result<Self> {
+        let first = memfd_create(c"kvcachefs-slab", MFdFlags::MFD_CLOEXEC)?;
+        let file =
+            OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", first.as_raw_fd()))?;
+        drop(first);
+        file.set_len(u64::from(pages) * PAGE as u64)?;
+        let reserved = reserved.max(pages as usize * PAGE);
+        let length = NonZeroUsize::new(reserved).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: a new shared mapping of our own file at an address of the kernel's choice; nothing else is touched.
+        let base = unsafe { mmap(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, &file, 0) }?;
+        let memory = Self {
+            file,
+            base: base.cast(),
+            reserved,
+            pages: AtomicU32::new(pages),
+            region: AtomicU64::new(NEXT_REGION.fetch_add(1, Ordering::Relaxed)),
+            announced: AtomicBool::new(false),
+            lent: AtomicBool::new(false),
+            last_release: Mutex::new(None),
+            owner: Mutex::new(None),
+            backing: Mutex::new(None),
+        };
+        if keep.huge {
+            // SAFETY: advice for our own mapping; it changes no contents.
+            let _ = unsafe { madvise(base, reserved, MmapAdvise::MADV_HUGEPAGE) };
+        }
+        if keep.lock {
+            lock_on_fault(base, reserved)?;
+        }
+        Ok(memory)
+    }
+
+    pub(super) fn pages(&self) -> u32 {
+        self.pages.load(Ordering::Acquire)
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        u64::from(self.pages()) * PAGE as u64
+    }
+
+    pub(super) fn region(&self) -> Region {
+        Region {
+            id: RegionId(self.region.load(Ordering::Acquire)),
+            base: self.base.as_ptr() as usize,
+            len: self.bytes() as usize,
+        }
+    }
+
+    /// Changes the number of pages. The caller is alone with the slab.
+    pub(super) fn set_pages(&self, pages: u32) -> io::Result<()> {
+        if pages as usize * PAGE > self.reserved {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        self.file.set_len(u64::from(pages) * PAGE as u64)?;
+        self.pages.store(pages, Ordering::Release);
+        // A fixed buffer still knows the old pages (fact 9).
+        self.region.store(NEXT_REGION.fetch_add(1, Ordering::Relaxed), Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes the whole last page part of the file again, zeros included, as long as nobody reads it.
+    pub(super) fn whole_pages(&self) -> io::Result<()> {
+        self.file.set_len(self.bytes())
+    }
+
+    /// Whether engines know of it, and whether they shall from now on.
+    pub(super) fn set_announced(&self, on: bool) -> bool {
+        self.announced.swap(on, Ordering::AcqRel)
+    }
+
+    pub(super) fn is_lent(&self) -> bool {
+        self.lent.load(Ordering::Acquire)
+    }
+
+    pub(super) fn last_release(&self) -> Option<Instant> {
+        *self.last_release.lock()
+    }
+
+    pub(super) fn note_release(&self) {
+        *self.last_release.lock() = Some(Instant::now());
+    }
+
+    /// Whether nobody else has it open or mapped.
+    pub(super) fn quiet(&self) -> bool {
+        let fd = self.file.as_raw_fd();
+        // SAFETY: F_SETLEASE takes two integers and touches no memory of ours.
+        let granted = unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) } == 0;
+        if granted {
+            // SAFETY: as above. The question is answered; a lease that is held would only disturb the next open.
+            unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) };
+        }
+        granted
+    }
+
+    /// Faults all pages in, so that the first writer does not have to.
+    pub(super) fn populate(&self) {
+        /// Since kernel 5.14.
+        const MADV_POPULATE_WRITE: i32 = 23;
+        // SAFETY: the range is inside the mapping and inside the file; populating changes no contents.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.bytes() as usize, MADV_POPULATE_WRITE) };
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // The kernel's backing reference goes before the file does.
+        self.backing.lock().take();
+        // SAFETY: mapped in `new` with this length, and nothing refers to it any more: every span holds the
+        // `Arc<Inner>` that owns this value.
+        if let Err(error) = unsafe { munmap(self.base.cast::<c_void>(), self.reserved) } {
+            log::error!("unmapping a slab: {error}");
+        }
+    }
+}
+
+/// Locks pages as they come into being. One call for the whole reservation keeps it one mapping.
+fn lock_on_fault(base: NonNull<c_void>, len: usize) -> io::Result<()> {
+    // SAFETY: locking changes no contents; the range is our own mapping.
+    let result = unsafe { libc::mlock2(base.as_ptr(), len, libc::MLOCK_ONFAULT as _) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Sets how the process takes a signal.
+pub(super) fn set_signal(which: Signal, how: SigHandler) -> io::Result<()> {
+    // SAFETY: ignoring a signal installs no handler, so nothing runs in signal context.
+    unsafe { signal(which, how) }?;
+    Ok(())
+}
+
+/// What a slab's shares share: its memory, and the way back to the pool.
+pub(super) struct Inner {
+    memory: Option<Memory>,
+    pool: Weak<Pool>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let (Some(memory), Some(pool)) = (self.memory.take(), self.pool.upgrade()) {
+            pool.take_back(memory);
+        }
+    }
+}
+
+/// A share of a slab.
+#[derive(Clone)]
+pub struct Slab(Arc<Inner>);
+
+impl Slab {
+    pub(super) fn new(memory: Memory, pool: &Arc<Pool>) -> Self {
+        Self(Arc::new(Inner { memory: Some(memory), pool: Arc::downgrade(pool) }))
+    }
+
+    /// A slab that does not go back to the pool by itself: an arena's.
+    pub(super) fn unpooled(memory: Memory) -> Self {
+        Self(Arc::new(Inner { memory: Some(memory), pool: Weak::new() }))
+    }
+
+    fn memory(&self) -> &Memory {
+        self.0.memory.as_ref().unwrap_or_else(|| unreachable!("taken only in drop"))
+    }
+
+    pub fn pages(&self) -> u32 {
+        self.memory().pages()
+    }
+
+    pub fn capacity_bytes(&self) -> u64 {
+        self.memory().bytes()
+    }
+
+    /// # Panics
+    /// If the range leaves the slab.
+    pub fn span(&self, range: Range<usize>) -> Span {
+        let memory = self.memory();
+        assert!(
+            range.start <= range.end && range.end as u64 <= memory.bytes(),
+            "{range:?} of a slab of {} pages",
+            memory.pages()
+        );
+        // SAFETY: the start is inside the mapping (asserted).
+        let start = unsafe { memory.base.add(range.start) };
+        // SAFETY: the range is inside the file, so touching it does not fault; it stays so because a slab shrinks
+        // only in the hands of its one owner, who has no transfer on it. The Arc keeps the mapping.
+        unsafe { Span::new(start, range.len(), Some(memory.region().id), self.0.clone()) }
+    }
+
+    pub fn region(&self) -> Region {
+        self.memory().region()
+    }
+
+    pub fn backing_fd(&self) -> BorrowedFd<'_> {
+        self.memory().file.as_fd()
+    }
+
+    /// Where the fs layer keeps the kernel's reference to the backing file, for the slab's life.
+    pub fn backing_slot(&self) -> &Mutex<Option<Box<dyn Any + Send + Sync>>> {
+        &self.memory().backing
+    }
+
+    /// Makes the file behind the slab exactly `bytes` long: passthrough shows its length as the file's (fact 7). What
+    /// is left of the last page reads as zeros.
+    pub fn set_len(&self, bytes: u64) -> io::Result<()> {
+        let memory = self.memory();
+        if bytes.div_ceil(PAGE as u64) != u64::from(memory.pages()) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // The kernel zeros the rest of the page when a file is cut inside it.
+        let rest = (memory.bytes() - bytes) as usize;
+        if rest > 0 {
+            self.span(bytes as usize..memory.bytes() as usize).zero(0..rest);
+        }
+        memory.file.set_len(bytes)
+    }
+
+    /// Lets engines register the slab as a fixed buffer. That faults all its pages in, so it is said only of slabs
+    /// whose size will not change soon.
+    pub fn announce(&self) {
+        if let Some(pool) = self.0.pool.upgrade() {
+            pool.announce(self.memory());
+        }
+    }
+
+    /// Grows or shrinks in place, within the budget. Only for slabs that no client has seen.
+    pub fn resize(&self, pages: u32) -> bool {
+        match self.0.pool.upgrade() {
+            Some(pool) if !self.is_lent() => pool.resize(self.memory(), pages),
+            _ => false,
+        }
+    }
+
+    /// Clients have been given the slab to read.
+    pub fn mark_lent(&self) {
+        self.memory().lent.store(true, Ordering::Release);
+    }
+
+    pub fn is_lent(&self) -> bool {
+        self.memory().is_lent()
+    }
+
+    /// The last handle on it was released just now.
+    pub fn touch_release(&self) {
+        self.memory().note_release();
+    }
+
+}

@@ -1,0 +1,403 @@
+//! One L2 device: a preallocated store file, or a whole block device, opened for this daemon alone.
+//!
+//! Opening settles, once and with a message that names the remedy, everything that could go wrong later:
+//! 1. it belongs to nobody else (`flock`, and for block devices `O_EXCL`, which mounted file systems hold too);
+//! 2. its size is as asked, and a file's space is reserved, so that no write meets a full file system;
+//! 3. it takes direct I/O at an alignment of at most a page. Where it does not, it works buffered, and says so;
+//! 4. an engine runs on it.
+#![allow(unsafe_code, reason = "statx has no safe wrapper")]
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Seek, SeekFrom};
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+
+use nix::fcntl::{FallocateFlags, FcntlArg, OFlag, fallocate, fcntl};
+use nix::sys::statvfs::fstatvfs;
+
+use super::{Class, Direction, Engine, EngineOptions, Io, Target, Threads, Uring};
+use crate::memory::{PAGE, Span};
+
+/// Which engine to use.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum EngineKind {
+    /// io_uring where the kernel grants it, otherwise threads.
+    #[default]
+    Auto,
+    /// io_uring, or an error that says why not.
+    Uring,
+    Threads,
+}
+
+impl FromStr for EngineKind {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "io_uring" | "uring" => Ok(Self::Uring),
+            "threads" => Ok(Self::Threads),
+            _ => Err(format!("'{name}' is no I/O engine: use auto, io_uring or threads")),
+        }
+    }
+}
+
+#[derive(Clone, Default, Debug)]
+pub struct DeviceOptions {
+    /// Bytes, a multiple of 4096. Needed to create a file; otherwise what the file must have, and at most what
+    /// the block device has. `None`: whatever is there.
+    pub size: Option<u64>,
+    pub kind: EngineKind,
+    pub engine: EngineOptions,
+}
+
+/// An opened device. Dropping it stops its engine and gives the device free.
+pub struct Device {
+    path: PathBuf,
+    len: u64,
+    alignment: usize,
+    direct: bool,
+    notes: Vec<String>,
+    engine: Arc<dyn Engine>,
+    /// Carries the lock.
+    _file: Arc<File>,
+}
+
+impl Device {
+    pub fn open(path: &Path, options: &DeviceOptions) -> Result<Self, DeviceError> {
+        let error = |cause| DeviceError { path: path.to_owned(), cause };
+        if let Some(size) = options.size
+            && (size == 0 || !size.is_multiple_of(PAGE as u64))
+        {
+            return Err(error(Cause::OddSize { size }));
+        }
+        let opened = open_exclusively(path, options.size.is_some()).map_err(error)?;
+        let made = opened.is_new;
+        let opened = size_up(opened, path, options.size).inspect_err(|_| {
+            // What a failed start made is of no use, and would look like a store of the wrong size at the next one.
+            if made {
+                let _ = fs::remove_file(path);
+            }
+        });
+        let (file, len, mut notes) = opened.map_err(error)?;
+        let (direct, alignment) = go_direct(&file, &mut notes);
+        let file = Arc::new(file);
+        let label = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+        let target = Target { file: file.clone(), len, grain: if direct { alignment } else { 1 }, label };
+        let engine = start_engine(target, options, &mut notes).map_err(error)?;
+        Ok(Self { path: path.to_owned(), len, alignment, direct, notes, engine, _file: file })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes, a multiple of 4096.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// What offsets, lengths and addresses of transfers have to be multiples of. At most a page.
+    pub fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    /// Whether transfers bypass the page cache.
+    pub fn direct(&self) -> bool {
+        self.direct
+    }
+
+    /// What the device does without, a sentence each, for the log and `.ctl/status`.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    pub fn engine(&self) -> Arc<dyn Engine> {
+        self.engine.clone()
+    }
+
+    /// Puts another engine in front of this one, such as [`super::Faulty`].
+    #[must_use]
+    pub fn wrap(mut self, wrapper: impl FnOnce(Arc<dyn Engine>) -> Arc<dyn Engine>) -> Self {
+        self.engine = wrapper(self.engine.clone());
+        self
+    }
+
+    /// Fills `into` from `offset`, and waits for it. Not to be called from a completion, which would wait for itself.
+    pub fn read_at(&self, offset: u64, into: &Span) -> io::Result<()> {
+        self.transfer(Direction::Read, offset, into)
+    }
+
+    /// Writes all of `from` at `offset`, and waits for it; durable only after [`Device::sync_data`]. Not to be
+    /// called from a completion.
+    pub fn write_at(&self, offset: u64, from: &Span) -> io::Result<()> {
+        self.transfer(Direction::Write, offset, from)
+    }
+
+    /// Makes every finished write durable.
+    pub fn sync_data(&self) -> io::Result<()> {
+        self.engine.sync_data()
+    }
+
+    fn transfer(&self, direction: Direction, offset: u64, span: &Span) -> io::Result<()> {
+        let (tell, told) = sync_channel(1);
+        let done = Box::new(move |outcome| {
+            let _ = tell.send(outcome); // the receiver below waits for exactly this
+        });
+        self.engine.submit(Io { direction, class: Class::Demand, offset, span: span.clone(), done });
+        told.recv().unwrap_or_else(|_| Err(io::Error::other("the engine dropped a transfer")))
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        self.engine.stop();
+    }
+}
+
+struct Opened {
+    file: File,
+    is_block: bool,
+    is_new: bool,
+}
+
+fn open_exclusively(path: &Path, may_create: bool) -> Result<Opened, Cause> {
+    let kind = match fs::metadata(path) {
+        Ok(found) => Some(found.file_type()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound && may_create => None,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Cause::Missing),
+        Err(error) => return Err(Cause::step("looking at it")(error)),
+    };
+    let is_block = kind.is_some_and(|kind| kind.is_block_device());
+    if kind.is_some_and(|kind| !kind.is_file() && !kind.is_block_device()) {
+        return Err(Cause::WrongKind);
+    }
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    if is_block {
+        options.custom_flags(libc::O_EXCL); // without O_CREAT: exclusive against mounts and other O_EXCL openers
+    } else if kind.is_none() {
+        options.create_new(true);
+    }
+    let file = options.open(path).map_err(|error| match error.raw_os_error() {
+        Some(libc::EBUSY) => Cause::Mounted,
+        Some(libc::EEXIST) => Cause::InUse, // somebody else made it a moment ago
+        _ => Cause::step("opening it")(error),
+    })?;
+    file.try_lock().map_err(|error| match error {
+        TryLockError::WouldBlock => Cause::InUse,
+        TryLockError::Error(error) => Cause::step("locking it")(error),
+    })?;
+    Ok(Opened { file, is_block, is_new: kind.is_none() })
+}
+
+/// Makes sure that the device is as large as asked, and a file's space really there.
+fn size_up(opened: Opened, path: &Path, size: Option<u64>) -> Result<(File, u64, Vec<String>), Cause> {
+    let Opened { mut file, is_block, .. } = opened;
+    let mut notes = Vec::new();
+    if is_block {
+        // The end of a block device is its BLKGETSIZE64.
+        let has = file.seek(SeekFrom::End(0)).map_err(Cause::step("measuring it"))?;
+        let len = size.unwrap_or(has - has % PAGE as u64);
+        if len > has || len == 0 {
+            return Err(Cause::SmallDevice { asked: len, has });
+        }
+        return Ok((file, len, notes));
+    }
+    let found = file.metadata().map_err(Cause::step("measuring it"))?;
+    // An empty file is one that was to become a store when its daemon ended.
+    let is_new = found.len() == 0;
+    let len = match size {
+        None if is_new => return Err(Cause::Missing),
+        None => found.len() - found.len() % PAGE as u64,
+        Some(size) if is_new => size,
+        Some(size) if size < found.len() => return Err(Cause::WouldShrink { asked: size, has: found.len() }),
+        Some(size) if size > found.len() => return Err(Cause::SmallFile { asked: size, has: found.len() }),
+        Some(size) => size,
+    };
+    if len == 0 {
+        return Err(Cause::OddSize { size: found.len() });
+    }
+    // Also for a file of the right length, which may have holes; costs nothing when it has none.
+    reserve(&file, len, len.saturating_sub(found.blocks() * 512), &mut notes)?;
+    if is_new {
+        file.sync_all().map_err(Cause::step("making its size durable"))?;
+        sync_directory_of(path).map_err(Cause::step("making its name durable"))?;
+    }
+    Ok((file, len, notes))
+}
+
+fn reserve(file: &File, len: u64, missing: u64, notes: &mut Vec<String>) -> Result<(), Cause> {
+    let disk = fstatvfs(file).map_err(|errno| Cause::step("measuring its file system")(errno.into()))?;
+    let free = disk.blocks_available() * disk.fragment_size();
+    if missing > free {
+        return Err(Cause::NoSpace { missing, free });
+    }
+    let Ok(end) = libc::off_t::try_from(len) else { return Err(Cause::OddSize { size: len }) };
+    match fallocate(file, FallocateFlags::empty(), 0, end) {
+        Ok(()) => Ok(()),
+        Err(nix::Error::EOPNOTSUPP) => {
+            notes
+                .push("the file system cannot reserve space (fallocate): writes can meet a full disk".into());
+            // Never shorter: `len` is the file's length already, or the file was empty.
+            let has = file.metadata().map_err(Cause::step("measuring it"))?.len();
+            if has < len { file.set_len(len).map_err(Cause::step("setting its size")) } else { Ok(()) }
+        }
+        Err(nix::Error::ENOSPC) => Err(Cause::NoSpace { missing, free }),
+        Err(nix::Error::EFBIG) => Err(Cause::OddSize { size: len }),
+        Err(errno) => Err(Cause::step("reserving its space")(errno.into())),
+    }
+}
+
+fn sync_directory_of(path: &Path) -> io::Result<()> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+/// Switches to direct I/O if the device takes it at page alignment: whether, and the alignment to keep.
+fn go_direct(file: &File, notes: &mut Vec<String>) -> (bool, usize) {
+    let alignment = direct_alignment(file).unwrap_or(PAGE);
+    if alignment == 0 || alignment > PAGE {
+        notes.push(format!(
+            "no direct I/O (its alignment is {alignment}): reads and writes go through the page cache"
+        ));
+        return (false, PAGE);
+    }
+    let flags = fcntl(file, FcntlArg::F_GETFL).map(OFlag::from_bits_retain);
+    match flags.and_then(|flags| fcntl(file, FcntlArg::F_SETFL(flags | OFlag::O_DIRECT))) {
+        Ok(_) => (true, alignment),
+        Err(errno) => {
+            notes.push(format!("no direct I/O ({errno}): reads and writes go through the page cache"));
+            (false, PAGE)
+        }
+    }
+}
+
+/// The larger of the alignments of memory and offset; 0 where direct I/O is impossible, `None` where the kernel
+/// (before 6.1) or the file system does not say.
+fn direct_alignment(file: &File) -> Option<usize> {
+    let mut found = MaybeUninit::<libc::statx>::zeroed();
+    // SAFETY: the path is an empty C string, and `found` is a writable statx, all zeros, which is a valid one.
+    let found = unsafe {
+        let fd = file.as_raw_fd();
+        if libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, found.as_mut_ptr()) != 0 {
+            return None;
+        }
+        found.assume_init()
+    };
+    let align = found.stx_dio_mem_align.max(found.stx_dio_offset_align);
+    (found.stx_mask & libc::STATX_DIOALIGN != 0).then_some(align as usize)
+}
+
+fn start_engine(
+    target: Target,
+    options: &DeviceOptions,
+    notes: &mut Vec<String>,
+) -> Result<Arc<dyn Engine>, Cause> {
+    if options.kind != EngineKind::Threads {
+        match Uring::start(target.clone(), &options.engine) {
+            Ok(engine) => return Ok(Arc::new(engine)),
+            Err(unavailable) if options.kind == EngineKind::Uring => {
+                return Err(Cause::NoEngine(unavailable.to_string()));
+            }
+            Err(unavailable) => notes.push(format!("reads and writes by threads: {unavailable}")),
+        }
+    }
+    let engine = Threads::start(target, &options.engine).map_err(Cause::step("starting its I/O threads"))?;
+    Ok(Arc::new(engine))
+}
+
+/// Why a device cannot be used: one line with its path, the cause, and what to do.
+#[derive(Debug)]
+pub struct DeviceError {
+    path: PathBuf,
+    cause: Cause,
+}
+
+#[derive(Debug)]
+enum Cause {
+    Missing,
+    WrongKind,
+    InUse,
+    Mounted,
+    OddSize { size: u64 },
+    WouldShrink { asked: u64, has: u64 },
+    SmallFile { asked: u64, has: u64 },
+    SmallDevice { asked: u64, has: u64 },
+    NoSpace { missing: u64, free: u64 },
+    NoEngine(String),
+    Step { what: &'static str, error: io::Error },
+}
+
+impl Cause {
+    fn step(what: &'static str) -> impl Fn(io::Error) -> Self {
+        move |error| Self::Step { what, error }
+    }
+}
+
+impl DeviceError {
+    /// Whether another daemon, or a mount, has the device.
+    pub fn is_in_use(&self) -> bool {
+        matches!(self.cause, Cause::InUse | Cause::Mounted)
+    }
+}
+
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: ", self.path.display())?;
+        match &self.cause {
+            Cause::Missing => write!(f, "there is no store: give a size to create one"),
+            Cause::WrongKind => write!(f, "neither a regular file nor a block device: name one of these"),
+            Cause::InUse => write!(f, "in use by another kvcachefs: stop that one, or use another path"),
+            Cause::Mounted => {
+                write!(f, "in use, mounted or held by another program: unmount it, or use another device")
+            }
+            Cause::OddSize { size } => {
+                write!(f, "{size} bytes is no size for a store: use a positive multiple of 4096")
+            }
+            Cause::WouldShrink { asked, has } => write!(
+                f,
+                "it has {has} bytes, more than the {asked} asked for, and stores never shrink: ask for {has}, or \
+                 remove the file to start empty"
+            ),
+            Cause::SmallFile { asked, has } => write!(
+                f,
+                "it has {has} bytes, less than the {asked} asked for: ask for {has}, or remove the file to start empty"
+            ),
+            Cause::SmallDevice { asked, has } => {
+                write!(
+                    f,
+                    "the block device has {has} bytes, less than the {asked} asked for: ask for at most {has}"
+                )
+            }
+            Cause::NoSpace { missing, free } => write!(
+                f,
+                "it needs {missing} more bytes and the file system has {free} free: ask for less, or free some"
+            ),
+            Cause::NoEngine(why) => write!(f, "{why}"),
+            Cause::Step { what, error } => write!(f, "{what}: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for DeviceError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match &self.cause {
+            Cause::Step { error, .. } => Some(error),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

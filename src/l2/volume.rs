@@ -1,0 +1,355 @@
+//! A store: its devices, what is where on them, and its catalog's journal.
+//!
+//! ```text
+//! device 0:  superblock, its copy | journal and checkpoints | data
+//! others:    superblock, its copy | data
+//! ```
+//!
+//! A device that is not wholly ours, and in the shape we left it, is refused; nothing is overwritten unless the user
+//! says so (`--format`).
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use super::journal::{Batch, Journal, Medium};
+use super::record::Record;
+use super::superblock::{FORMAT, Found, Superblock};
+use super::{Device, DeviceOptions, Engine, EngineGauges};
+use crate::error::{Error, Result};
+use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
+use crate::units::Bytes;
+
+/// Where the superblock's copy is. Devices tear writes at sectors, not over pages that are apart.
+const COPY_AT: u64 = PAGE as u64;
+/// Start of what follows the superblocks.
+const META_AT: u64 = 64 << 10;
+/// Data starts at a multiple of this, so that whole blocks stay aligned for any device.
+const DATA_ALIGN: u64 = 1 << 20;
+/// Bytes of the device for each file the catalog has room for, unless the user says how many there may be.
+const BYTES_PER_FILE: u64 = 64 << 10;
+/// Smallest number of files a catalog has room for.
+const FILES_MIN: u64 = 4096;
+/// Part of the device that files cannot use: what was removed and not yet committed is somewhere too.
+const SLACK_PART: u64 = 64;
+const SLACK_MIN: u64 = 4 << 20;
+const SLACK_MAX: u64 = 1 << 30;
+
+pub struct VolumeOptions {
+    pub format: bool,
+    pub files_max: Option<u64>,
+    pub device: DeviceOptions,
+}
+
+pub struct Volume {
+    devices: Arc<Vec<Device>>,
+    supers: Vec<Superblock>,
+    journal: Mutex<Journal>,
+    /// Devices that were written to since they were last flushed.
+    written: Vec<AtomicBool>,
+}
+
+/// What a store was found to be.
+pub struct Opened {
+    pub volume: Volume,
+    pub fresh: bool,
+    /// How much reading the catalog took.
+    pub recovery_bytes: u64,
+}
+
+fn random_id() -> io::Result<[u8; 16]> {
+    use std::io::Read;
+    let mut id = [0; 16];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut id)?;
+    Ok(id)
+}
+
+/// Bytes of the log: half of it between two checkpoints, and room for the record of the largest file.
+fn log_bytes(len: u64) -> u64 {
+    (len / 64).clamp(super::journal::LOG_MIN, 256 << 20).next_multiple_of(PAGE as u64)
+}
+
+impl Volume {
+    /// Opens the store on `paths`, each with its size if it is to be made, and calls `visit` for every record of its
+    /// catalog.
+    pub fn open(
+        paths: &[(&Path, Option<u64>)],
+        options: &VolumeOptions,
+        visit: &mut dyn FnMut(Record),
+    ) -> Result<Opened> {
+        let mut devices = Vec::new();
+        for (path, size) in paths {
+            let device = Device::open(path, &DeviceOptions { size: *size, ..options.device.clone() })
+                .map_err(|error| Error::new("", error))?;
+            devices.push(device);
+        }
+        let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
+        let blank = found.iter().all(|found| *found == Found::Blank);
+        if options.format || blank {
+            return Self::format(devices, options);
+        }
+        let supers = check(&devices, found)?;
+        let first = Arc::new(devices);
+        let medium = Arc::new(FirstDevice(first.clone()));
+        let mut undecodable = 0u64;
+        let region = supers[0].meta_start..supers[0].meta_start + supers[0].meta_len;
+        let opened = Journal::open(medium, region, log_bytes(supers[0].len), &supers[0].store, &mut |bytes| {
+            match Record::decode(bytes) {
+                Some(record) => visit(record),
+                None => undecodable += 1,
+            }
+            Ok(())
+        });
+        let path = first[0].path().display().to_string();
+        const LOST: &str = "restore the device, or make a new store with --format, which loses what is in it";
+        let (journal, report) = opened.map_err(|error| Error::new(&path, error).remedy(LOST))?;
+        if undecodable > 0 {
+            return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
+                .remedy(LOST));
+        }
+        Ok(Opened { volume: Self::joined(first, supers, journal), fresh: false, recovery_bytes: report.bytes_read })
+    }
+
+    fn joined(devices: Arc<Vec<Device>>, supers: Vec<Superblock>, journal: Journal) -> Self {
+        let written = supers.iter().map(|_| AtomicBool::new(false)).collect();
+        Self { devices, supers, journal: Mutex::new(journal), written }
+    }
+
+    fn format(devices: Vec<Device>, options: &VolumeOptions) -> Result<Opened> {
+        let store = random_id().map_err(|error| Error::caused_by("/dev/urandom", error))?;
+        let first_len = devices[0].len();
+        let total: u64 = devices.iter().map(Device::len).sum();
+        let log = log_bytes(first_len);
+        let files_max = options.files_max.unwrap_or(total / BYTES_PER_FILE).max(FILES_MIN);
+        let meta_len = super::journal::region_bytes(files_max, log).next_multiple_of(PAGE as u64);
+        let mut supers = Vec::new();
+        for (at, device) in devices.iter().enumerate() {
+            let meta = if at == 0 { meta_len } else { 0 };
+            let data_start = (META_AT + meta).next_multiple_of(DATA_ALIGN);
+            if device.len() < data_start + (SLACK_MIN + DATA_ALIGN) {
+                return Err(Error::new(
+                    device.path().display(),
+                    format!("{} is too small: the catalog alone takes {}", Bytes(device.len()), Bytes(data_start)),
+                )
+                .remedy("make it larger, or let it hold fewer files (--l2-files-max)"));
+            }
+            supers.push(Superblock {
+                devices: devices.len() as u32,
+                store,
+                device: at as u32,
+                block_bytes: crate::store::hot::BLOCK as u32,
+                len: device.len(),
+                meta_start: META_AT,
+                meta_len: meta,
+                data_start,
+                files_max,
+                made: crate::store::core::now(),
+            });
+        }
+        let devices = Arc::new(devices);
+        let failed = |device: &Device, error: io::Error| Error::new(device.path().display(), error);
+        let region = META_AT..META_AT + meta_len;
+        // The journal first: a store with a superblock has a journal.
+        let journal = Journal::format(Arc::new(FirstDevice(devices.clone())), region, log, &store)
+            .map_err(|error| Error::new(devices[0].path().display(), error))?;
+        for (device, superblock) in devices.iter().zip(&supers) {
+            for at in [COPY_AT, 0] {
+                let span = AlignedBuf::zeroed(PAGE).into_span();
+                span.copy_from(0, &superblock.encode());
+                device.write_at(at, &span).and_then(|()| device.sync_data()).map_err(|error| failed(device, error))?;
+            }
+        }
+        Ok(Opened { volume: Self::joined(devices, supers, journal), fresh: true, recovery_bytes: 0 })
+    }
+
+    pub fn device_count(&self) -> usize {
+        self.devices.len()
+    }
+
+    pub fn engine(&self, device: usize) -> Arc<dyn Engine> {
+        self.devices[device].engine()
+    }
+
+    /// Where the blocks of extents are counted from.
+    pub fn data_offset(&self, device: usize) -> u64 {
+        self.supers[device].data_start
+    }
+
+    /// Blocks of 4 KiB for data on a device.
+    pub fn data_blocks(&self, device: usize) -> u64 {
+        (self.supers[device].len - self.supers[device].data_start) / PAGE as u64
+    }
+
+    /// Pages that files may use: all but what the pages of removed files may still take.
+    pub fn capacity_pages(&self) -> u64 {
+        (0..self.devices.len())
+            .map(|at| {
+                let bytes = self.data_blocks(at) * PAGE as u64;
+                let slack = (bytes / SLACK_PART).clamp(SLACK_MIN, SLACK_MAX);
+                bytes.saturating_sub(slack) / PAGE as u64
+            })
+            .sum()
+    }
+
+    pub fn files_max(&self) -> u64 {
+        self.supers[0].files_max
+    }
+
+    /// What the devices do without, for status.
+    pub fn notes(&self) -> Vec<String> {
+        self.devices.iter().flat_map(|device| device.notes().to_vec()).collect()
+    }
+
+    pub fn mark_written(&self, device: usize) {
+        self.written[device].store(true, Ordering::Release);
+    }
+
+    /// Makes all data written so far durable.
+    pub fn flush(&self) -> io::Result<()> {
+        for (device, written) in self.devices.iter().zip(&self.written) {
+            if written.swap(false, Ordering::AcqRel) {
+                device.sync_data()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn batch(records: &[Vec<u8>]) -> Batch {
+        let mut batch = Batch::default();
+        records.iter().for_each(|record| batch.push(record));
+        batch
+    }
+
+    pub fn needs_checkpoint(&self, records: &[Vec<u8>]) -> bool {
+        self.journal.lock().needs_checkpoint(&Self::batch(records))
+    }
+
+    /// Makes records durable.
+    pub fn append(&self, records: &[Vec<u8>]) -> io::Result<()> {
+        Ok(self.journal.lock().append(&Self::batch(records))?)
+    }
+
+    /// Has `write` push every record of the state, and makes that the checkpoint.
+    pub fn checkpoint(
+        &self,
+        write: &mut dyn FnMut(&mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut checkpoint = self.journal.lock().begin_checkpoint();
+        write(&mut |record| Ok(checkpoint.push(record)?))?;
+        // Records name bytes that have been written; those must be durable before the records are.
+        self.written.iter().for_each(|written| written.store(true, Ordering::Release));
+        self.flush()?;
+        Ok(self.journal.lock().finish_checkpoint(checkpoint)?)
+    }
+
+    pub fn gauges(&self) -> Vec<(String, &'static str, EngineGauges)> {
+        self.devices
+            .iter()
+            .map(|device| {
+                let engine = device.engine();
+                (device.path().display().to_string(), engine.name(), engine.in_flight())
+            })
+            .collect()
+    }
+
+    pub fn register(&self, region: Region) {
+        self.devices.iter().for_each(|device| device.engine().register(region));
+    }
+
+    pub fn unregister(&self, id: RegionId) {
+        self.devices.iter().for_each(|device| device.engine().unregister(id));
+    }
+
+    /// Finishes everything accepted.
+    pub fn stop(&self) {
+        self.devices.iter().for_each(|device| device.engine().stop());
+    }
+}
+
+/// The journal's medium: the first device.
+struct FirstDevice(Arc<Vec<Device>>);
+
+impl FirstDevice {
+    fn device(&self) -> &Device {
+        &self.0[0]
+    }
+}
+
+impl Medium for FirstDevice {
+    fn len(&self) -> u64 {
+        self.device().len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let span = AlignedBuf::zeroed(buf.len()).into_span();
+        self.device().read_at(offset, &span)?;
+        span.copy_to(0, buf);
+        Ok(())
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        let span = AlignedBuf::zeroed(buf.len()).into_span();
+        span.copy_from(0, buf);
+        self.device().write_at(offset, &span)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.device().sync_data()
+    }
+}
+
+fn read_super(device: &Device) -> Result<Found> {
+    let mut result = Found::Damaged;
+    for at in [0, COPY_AT] {
+        let span = AlignedBuf::zeroed(PAGE).into_span();
+        device.read_at(at, &span).map_err(|error| Error::new(device.path().display(), error))?;
+        let found = span.with_bytes(Superblock::decode);
+        match found {
+            Found::Ours(_) | Found::Format(_) => return Ok(found),
+            Found::Damaged => {}
+            Found::Blank | Found::Foreign if at == 0 => result = found,
+            Found::Blank | Found::Foreign => {}
+        }
+    }
+    Ok(result)
+}
+
+/// Whether the devices are those of one store, complete and in order.
+fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
+    const NEW: &str = "give the path of a kvcachefs store, or make a new one with --format, which loses what is there";
+    let mut supers = Vec::new();
+    for (at, (device, found)) in devices.iter().zip(found).enumerate() {
+        let shown = device.path().display();
+        let error = match found {
+            Found::Ours(superblock) => {
+                let wrong = if superblock.len > device.len() {
+                    Some(format!("it is cut off: {} of {} are left", Bytes(device.len()), Bytes(superblock.len)))
+                } else if superblock.block_bytes != crate::store::hot::BLOCK as u32 {
+                    Some(format!("it was made with blocks of {} bytes", superblock.block_bytes))
+                } else if superblock.devices as usize != devices.len() {
+                    Some(format!("its store has {} paths, {} are given", superblock.devices, devices.len()))
+                } else if superblock.device as usize != at {
+                    Some(format!("it is path {} of its store, not {}", superblock.device + 1, at + 1))
+                } else if supers.first().is_some_and(|first: &Superblock| first.store != superblock.store) {
+                    Some("it belongs to another store than the first path".to_owned())
+                } else {
+                    None
+                };
+                match wrong {
+                    None => {
+                        supers.push(superblock);
+                        continue;
+                    }
+                    Some(wrong) => Error::new(shown, wrong).remedy("give all paths of the store, in their order and whole; --format makes a new store and loses the old"),
+                }
+            }
+            Found::Blank => Error::new(shown, "it is empty, but other paths belong to a store").remedy(NEW),
+            Found::Format(format) => Error::new(shown, format!("it is a store of format {format}; this program knows format {FORMAT}"))
+                .remedy("use the program that made it, or make a new store with --format, which loses what is there"),
+            Found::Damaged => Error::new(shown, "both copies of its superblock are damaged").remedy(NEW),
+            Found::Foreign => Error::new(shown, "it is not a kvcachefs store").remedy(NEW),
+        };
+        return Err(error);
+    }
+    Ok(supers)
+}

@@ -1,0 +1,396 @@
+//! Attributes: what stat, utimens, chmod, chown, the xattr calls and statfs see and change.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::errno::Errno;
+
+use super::core::{Core, now};
+use super::hot::{BLOCK, block_len};
+use super::node::{COMMITTED, DURABLE, Detail, Idx, Kind, NAMED, Node, ROOT};
+use super::{Store, TTL};
+
+/// What stat(2) says.
+#[derive(Clone, Copy, Debug)]
+pub struct Attr {
+    pub ino: u64,
+    pub kind: Kind,
+    pub size: u64,
+    /// In units of 512 bytes.
+    pub blocks: u64,
+    pub mode: u16,
+    pub nlink: u32,
+    pub uid: u32,
+    pub gid: u32,
+    /// Nanoseconds since 1970.
+    pub atime: i64,
+    pub mtime: i64,
+    pub ctime: i64,
+    /// How long the kernel may believe it.
+    pub ttl: Duration,
+}
+
+/// A name's node.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    pub attr: Attr,
+    /// How long the kernel may believe that the name leads here.
+    pub ttl: Duration,
+}
+
+/// What utimens, chmod and chown may change.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Change {
+    pub mode: Option<u32>,
+    pub uid: Option<u32>,
+    pub gid: Option<u32>,
+    pub atime: Option<i64>,
+    pub mtime: Option<i64>,
+    pub ctime: Option<i64>,
+}
+
+/// What statfs(2) says; sizes in pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Capacity {
+    pub pages: u64,
+    pub free: u64,
+    pub files: u64,
+    pub files_free: u64,
+}
+
+/// A directory's times change when a file is published in it, of which the kernel does not know; without any time
+/// at all, every path walk would ask for the attributes of each directory on its way.
+const DIR_TTL: Duration = Duration::from_secs(1);
+
+/// Longest name, as on other file systems.
+pub const NAME_MAX: usize = 255;
+/// Largest value of an extended attribute (the kernel's own limit, XATTR_SIZE_MAX).
+const XATTR_MAX: usize = 64 << 10;
+/// All names and values of one node together: they live in RAM and in every record of the node.
+const XATTRS_MAX: usize = 128 << 10;
+
+/// Set-user-id goes; set-group-id too where it means execution with that group.
+fn without_set_id(mode: u16) -> u16 {
+    let mode = mode & !0o4000;
+    if mode & 0o010 != 0 { mode & !0o2000 } else { mode }
+}
+
+impl Core {
+    pub fn attr(&self, idx: Idx) -> Attr {
+        let node = self.node(idx);
+        let (size, blocks, nlink, sealed) = match &node.detail {
+            Detail::Dir(dir) => (dir.children.len() as u64 * 32, 0, 2 + dir.subdirs, true),
+            Detail::Symlink(target) => (target.len() as u64, 0, 1, true),
+            Detail::File => {
+                let sealed = node.hot.as_ref().is_none_or(|hot| hot.sealed() && hot.writers == 0);
+                (node.size, self.allocated(idx) / 512, u32::from(node.has(NAMED) || self.is_private(idx)), sealed)
+            }
+        };
+        Attr {
+            ino: self.ino(idx),
+            kind: node.kind(),
+            size,
+            blocks,
+            mode: node.mode,
+            nlink,
+            uid: node.uid,
+            gid: node.gid,
+            atime: node.atime,
+            mtime: node.mtime,
+            ctime: node.ctime,
+            ttl: match (sealed, node.kind()) {
+                (true, Kind::Dir) => DIR_TTL,
+                (true, _) => TTL,
+                (false, _) => Duration::ZERO,
+            },
+        }
+    }
+
+    fn is_private(&self, idx: Idx) -> bool {
+        self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.parent != super::node::NONE)
+    }
+
+    /// Bytes that the file takes, holes apart.
+    fn allocated(&self, idx: Idx) -> u64 {
+        let node = self.node(idx);
+        let Some(hot) = node.hot.as_ref().filter(|hot| hot.placed) else {
+            let holes: u64 = node
+                .extents
+                .as_slice()
+                .iter()
+                .filter(|extent| extent.start == super::core::HOLE)
+                .map(|extent| u64::from(extent.blocks) * 4096)
+                .sum();
+            return node.size.next_multiple_of(4096).saturating_sub(holes);
+        };
+        if hot.base.is_some() {
+            return node.size.next_multiple_of(4096);
+        }
+        hot.blocks
+            .iter()
+            .enumerate()
+            .filter(|(index, block)| {
+                !block.place.is_empty()
+                    || match block.mem {
+                        super::hot::Mem::None => false,
+                        super::hot::Mem::Slab => hot.sealed() || *index as u64 * BLOCK < hot.valid_to,
+                        super::hot::Mem::Chunk(_) => true,
+                    }
+            })
+            .map(|(index, _)| (block_len(node.size, index) as u64).next_multiple_of(4096))
+            .sum()
+    }
+
+    pub fn entry(&self, idx: Idx, shown: bool) -> Entry {
+        let mut attr = self.attr(idx);
+        if !shown {
+            attr.ttl = Duration::ZERO;
+        }
+        Entry { attr, ttl: if shown { TTL } else { Duration::ZERO } }
+    }
+
+    /// Value of one of our own attributes.
+    fn own_xattr(&self, idx: Idx, name: &[u8]) -> Option<Vec<u8>> {
+        let node = self.node(idx);
+        if node.kind() == Kind::Dir {
+            return None;
+        }
+        if node.kind() != Kind::File {
+            return None;
+        }
+        let text = match name {
+            b"user.kv.tier" => self.tier(idx).to_owned(),
+            b"user.kv.durable" => u8::from(self.is_durable(idx)).to_string(),
+            b"user.kv.crc32c" => format!("{:08x}", self.file_crc(idx)?),
+            b"user.kv.blocks" => super::hot::blocks_for(node.size).to_string(),
+            _ => return None,
+        };
+        Some(text.into_bytes())
+    }
+
+    /// `l1`, `mixed` or `l2`: where the file's bytes are right now.
+    pub fn tier(&self, idx: Idx) -> &'static str {
+        let node = self.node(idx);
+        let blocks = super::hot::blocks_for(node.size);
+        let Some(hot) = &node.hot else { return if blocks == 0 { "l1" } else { "l2" } };
+        if let Some(base) = hot.base.and_then(|base| self.by_id(base)) {
+            return self.tier(base);
+        }
+        let resident = (0..blocks)
+            .filter(|&index| {
+                hot.blocks.get(index).is_some_and(super::hot::Block::resident) || self.is_hole(idx, index)
+            })
+            .count();
+        match resident {
+            all if all == blocks => "l1",
+            0 => "l2",
+            _ => "mixed",
+        }
+    }
+
+    pub fn is_durable(&self, idx: Idx) -> bool {
+        let node = self.node(idx);
+        node.has(COMMITTED)
+            && node.hot.as_ref().is_none_or(|hot| {
+                hot.base.is_none() && !hot.dirty_blocks() && hot.write_back == super::hot::WriteBack::None
+            })
+    }
+
+    /// CRC-32C of the whole file from those of its blocks, once all are known.
+    fn file_crc(&self, idx: Idx) -> Option<u32> {
+        let node = self.node(idx);
+        if node.hot.as_ref().is_some_and(|hot| !hot.sealed() || hot.base.is_some()) {
+            return None;
+        }
+        let mut crc = 0u64;
+        for index in 0..super::hot::blocks_for(node.size) {
+            let block = self.block_crc(idx, index)?;
+            if self.is_hole(idx, index) {
+                return None;
+            }
+            crc = if index == 0 {
+                u64::from(block)
+            } else {
+                crc_fast::checksum_combine(
+                    crc_fast::CrcAlgorithm::Crc32Iscsi,
+                    crc,
+                    u64::from(block),
+                    block_len(node.size, index) as u64,
+                )
+            };
+        }
+        u32::try_from(crc).ok()
+    }
+}
+
+/// The names of our own attributes.
+const OWN: [&[u8]; 4] = [b"user.kv.tier", b"user.kv.durable", b"user.kv.crc32c", b"user.kv.blocks"];
+/// The attribute by which a directory asks for plain POSIX visibility.
+const PUBLISH: &[u8] = b"user.kv.publish";
+
+impl Store {
+    pub fn getattr(self: &Arc<Self>, ino: u64) -> Result<Attr, Errno> {
+        let core = self.lock();
+        let idx = core.resolve(ino)?;
+        let mut attr = core.attr(idx);
+        attr.ino = ino;
+        Ok(attr)
+    }
+
+    /// Everything but the size.
+    pub fn setattr(self: &Arc<Self>, ino: u64, change: Change) -> Result<Attr, Errno> {
+        self.with(|core| {
+            let idx = core.resolve(ino)?;
+            let node = core.node_mut(idx);
+            if let Some(mode) = change.mode {
+                node.mode = (mode & 0o7777) as u16;
+            }
+            if (change.uid.is_some() || change.gid.is_some()) && change.mode.is_none() && node.kind() == Kind::File {
+                node.mode = without_set_id(node.mode);
+            }
+            node.uid = change.uid.unwrap_or(node.uid);
+            node.gid = change.gid.unwrap_or(node.gid);
+            node.atime = change.atime.unwrap_or(node.atime);
+            node.mtime = change.mtime.unwrap_or(node.mtime);
+            node.ctime = change.ctime.unwrap_or_else(now);
+            core.changed(idx);
+            let mut attr = core.attr(idx);
+            attr.ino = ino;
+            Ok(attr)
+        })
+    }
+
+    /// What a write by somebody who is not root does to the set-id bits (the kernel asks for it).
+    pub fn drop_privileges(self: &Arc<Self>, handle: &super::Handle) {
+        self.with(|core| {
+            let Some(idx) = core.by_id(handle.id) else { return };
+            let mode = core.node(idx).mode;
+            let kept = without_set_id(mode);
+            if kept != mode {
+                core.node_mut(idx).mode = kept;
+                core.changed(idx);
+            }
+        });
+    }
+
+    pub fn readlink(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
+        let core = self.lock();
+        match &core.node(core.resolve(ino)?).detail {
+            Detail::Symlink(target) => Ok(target.to_vec()),
+            _ => Err(Errno::EINVAL),
+        }
+    }
+
+    pub fn getxattr(self: &Arc<Self>, ino: u64, name: &[u8]) -> Result<Vec<u8>, Errno> {
+        let core = self.lock();
+        let idx = core.resolve(ino)?;
+        core.own_xattr(idx, name)
+            .or_else(|| core.node(idx).xattr(name).map(<[u8]>::to_vec))
+            .ok_or(Errno::ENODATA)
+    }
+
+    pub fn listxattr(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
+        let core = self.lock();
+        let idx = core.resolve(ino)?;
+        let own = OWN.iter().filter(|name| core.own_xattr(idx, name).is_some()).copied();
+        let theirs = core.node(idx).xattrs.iter().flat_map(|list| list.iter().map(|(name, _)| &**name));
+        Ok(own.chain(theirs).flat_map(|name| name.iter().copied().chain([0])).collect())
+    }
+
+    pub fn setxattr(self: &Arc<Self>, ino: u64, name: &[u8], value: &[u8], flags: i32) -> Result<(), Errno> {
+        if !name.starts_with(b"user.") {
+            return Err(Errno::EOPNOTSUPP);
+        }
+        if name.len() > NAME_MAX {
+            return Err(Errno::ERANGE);
+        }
+        if value.len() > XATTR_MAX {
+            return Err(Errno::E2BIG);
+        }
+        self.with(|core| {
+            let idx = core.resolve(ino)?;
+            Self::check_own(core.node(idx), name, Some(value))?;
+            let node = core.node_mut(idx);
+            let exists = node.xattr(name).is_some();
+            if flags & libc::XATTR_CREATE != 0 && exists {
+                return Err(Errno::EEXIST);
+            }
+            if flags & libc::XATTR_REPLACE != 0 && !exists {
+                return Err(Errno::ENODATA);
+            }
+            let others: usize = node.xattrs.iter().flat_map(|list| list.iter()).map(|(k, v)| k.len() + v.len()).sum();
+            if others + name.len() + value.len() > XATTRS_MAX {
+                return Err(Errno::ENOSPC);
+            }
+            node.set_xattr(name, value);
+            node.ctime = now();
+            if name == PUBLISH
+                && let Some(dir) = node.dir_mut()
+            {
+                dir.posix = value == b"posix";
+            }
+            core.changed(idx);
+            Ok(())
+        })
+    }
+
+    pub fn removexattr(self: &Arc<Self>, ino: u64, name: &[u8]) -> Result<(), Errno> {
+        self.with(|core| {
+            let idx = core.resolve(ino)?;
+            Self::check_own(core.node(idx), name, None)?;
+            let node = core.node_mut(idx);
+            if !node.remove_xattr(name) {
+                return Err(Errno::ENODATA);
+            }
+            node.ctime = now();
+            if name == PUBLISH
+                && let Some(dir) = node.dir_mut()
+            {
+                dir.posix = false;
+            }
+            core.changed(idx);
+            Ok(())
+        })
+    }
+
+    /// `user.kv.*` is ours: only `user.kv.publish` on a directory can be set.
+    fn check_own(node: &Node, name: &[u8], value: Option<&[u8]>) -> Result<(), Errno> {
+        if !name.starts_with(b"user.kv.") {
+            return Ok(());
+        }
+        match (name, value) {
+            (PUBLISH, _) if node.kind() != Kind::Dir => Err(Errno::EINVAL),
+            (PUBLISH, None | Some(b"posix" | b"close")) => Ok(()),
+            (PUBLISH, Some(_)) => Err(Errno::EINVAL),
+            _ => Err(Errno::EPERM),
+        }
+    }
+
+    pub fn statfs(self: &Arc<Self>) -> Capacity {
+        let core = self.lock();
+        let (pages, used) = if core.settings.memory_only {
+            let stats = core.pool.stats();
+            (stats.budget / 4096, (stats.used_slabs + stats.used_chunks) / 4096)
+        } else {
+            (core.settings.capacity_pages, core.space.used())
+        };
+        let live = core.tree.nodes.len() as u64;
+        Capacity {
+            pages,
+            free: pages.saturating_sub(used),
+            files: core.settings.files_max,
+            files_free: core.settings.files_max.saturating_sub(live),
+        }
+    }
+
+    /// Waits until everything published and every name changed so far is durable.
+    pub fn barrier(self: &Arc<Self>, reply: super::UnitReply) {
+        self.with(|core| core.barrier(reply));
+    }
+
+    /// Whether a node has a record, for tests and tools.
+    pub fn has_record(self: &Arc<Self>, ino: u64) -> bool {
+        let core = self.lock();
+        core.resolve(ino).is_ok_and(|idx| idx == ROOT || core.node(idx).has(DURABLE))
+    }
+}

@@ -1,0 +1,827 @@
+//! Changes to a file's bytes: write, truncate, fallocate.
+//!
+//! A change first *plans*: under the lock it gets dirty credit, room on the device and memory for every block it
+//! touches. What it got it keeps, so that planning again after a wait goes on where it stopped. Then the bytes are
+//! copied without the lock, and the change is *noted*. If something is missing, the change waits in the queue of
+//! [`Waiter`]s, in order of arrival (rule R7), and the admission thread tries again when something was given back.
+//!
+//! Credit and room never wait for a file to be closed: under pressure the write-back worker spills blocks of files
+//! under construction. So a queue of writers always moves, however many files they have open.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use nix::errno::Errno;
+use smallvec::SmallVec;
+
+use super::attr::Attr;
+use super::core::{Core, now};
+use super::hot::{BLOCK, BLOCK_PAGES, Block, BlockIo, Hot, Mem, Phase, Place, block_len};
+use super::node::{DURABLE, Idx, Kind, NAMED, NodeId, SLOT};
+use super::open::Handle;
+use super::{AttrReply, Store, UnitReply, WriteReply};
+use crate::memory::Span;
+
+/// A change that waits.
+pub struct Waiter {
+    pub id: NodeId,
+    pub change: Change,
+    pub deadline: Instant,
+    /// It waits for a block to come from the device, not for room: others may pass it.
+    pub loading: bool,
+}
+
+pub enum Change {
+    Write { offset: u64, data: Vec<u8>, reply: WriteReply },
+    Truncate { size: u64, ino: u64, reply: AttrReply },
+    Zero { offset: u64, len: u64, keep_size: bool, reply: UnitReply },
+    Extend { size: u64, reply: UnitReply },
+}
+
+/// Why a change cannot go on right now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// A block has to come from the device first.
+    Load,
+    /// Credit, room or memory has to be given back first.
+    Room,
+    Fail(Errno),
+}
+
+impl From<Errno> for Stop {
+    fn from(errno: Errno) -> Self {
+        Self::Fail(errno)
+    }
+}
+
+/// Where the bytes of a planned write go.
+struct Copy {
+    /// Memory, and which bytes of the write it takes.
+    pieces: SmallVec<[(Span, usize, usize); 6]>,
+    /// Recycled memory between the old end and this write.
+    gap: Option<Span>,
+    crc: Option<Running>,
+}
+
+/// The running checksum of a file that is written front to back.
+#[derive(Clone)]
+struct Running {
+    block: usize,
+    at: usize,
+    state: u32,
+    /// Blocks that were completed on the way.
+    done: SmallVec<[(usize, u32); 6]>,
+}
+
+/// Number of zero bytes that one pass of fallocate's zeroing writes.
+const ZERO_PASS: u64 = 1 << 20;
+
+const CRC: crc_fast::CrcAlgorithm = crc_fast::CrcAlgorithm::Crc32Iscsi;
+
+fn crc_state(bytes: &[u8], state: Option<u32>) -> u32 {
+    let mut digest = match state {
+        Some(state) => crc_fast::Digest::new_with_init_state(CRC, u64::from(state)),
+        None => crc_fast::Digest::new(CRC),
+    };
+    digest.update(bytes);
+    digest.get_state() as u32
+}
+
+fn crc_of_state(state: u32) -> u32 {
+    crc_fast::Digest::new_with_init_state(CRC, u64::from(state)).finalize() as u32
+}
+
+impl Running {
+    fn update(&mut self, mut data: &[u8]) {
+        while !data.is_empty() {
+            let (now, rest) = data.split_at(data.len().min(BLOCK as usize - self.at));
+            self.state = crc_state(now, (self.at > 0).then_some(self.state));
+            self.at += now.len();
+            if self.at == BLOCK as usize {
+                self.done.push((self.block, crc_of_state(self.state)));
+                self.block += 1;
+                self.at = 0;
+            }
+            data = rest;
+        }
+    }
+}
+
+impl Core {
+    /// Largest file: what the lower tier can hold.
+    fn size_max(&self) -> u64 {
+        if self.settings.memory_only { self.pool.stats().budget } else { self.settings.capacity_pages * 4096 }
+    }
+
+    /// Makes a sealed file one that can be written: nobody reads it, or it is written in place anyway.
+    fn unseal(&mut self, idx: Idx) -> Result<(), Stop> {
+        if !self.hot_mut(idx).sealed() {
+            return Ok(());
+        }
+        if self.hot_mut(idx).passthrough_handles() > 0 {
+            return Err(Stop::Fail(Errno::ETXTBSY));
+        }
+        if self.hot_mut(idx).blocks.iter().any(|block| block.io == BlockIo::Reading) {
+            return Err(Stop::Load);
+        }
+        self.spread_layout(idx);
+        let size = self.node(idx).size;
+        if self.hot_mut(idx).slab.as_ref().is_some_and(crate::l1::Slab::is_lent) {
+            // Somebody may still have these pages mapped or in a pipe: they stay as they are.
+            self.leave_lent_slab(idx, size)?;
+        }
+        let id = self.id(idx);
+        let hot = self.hot_mut(idx);
+        hot.phase = Phase::Open;
+        hot.valid_to = if hot.slab.is_some() { size } else { 0 };
+        hot.crc_to = usize::MAX;
+        self.building.push_back(id);
+        self.tidy(idx);
+        Ok(())
+    }
+
+    /// Moves a file's bytes out of a slab that clients have seen.
+    fn leave_lent_slab(&mut self, idx: Idx, size: u64) -> Result<(), Stop> {
+        let hot = self.hot_mut(idx);
+        if hot.blocks.iter().any(|block| matches!(block.io, BlockIo::Writing(_))) {
+            return Err(Stop::Load);
+        }
+        let on_device = hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
+        let Some(old) = hot.slab.clone() else { return Ok(()) };
+        match self.alloc_slab(old.pages(), idx) {
+            Some(new) => {
+                let len = old.capacity_bytes() as usize;
+                new.span(0..len).copy_from_span(&old.span(0..len));
+                self.hot_mut(idx).slab = Some(new);
+            }
+            None if on_device => {
+                let hot = self.hot_mut(idx);
+                hot.slab = None;
+                for block in &mut hot.blocks {
+                    if matches!(block.mem, Mem::Slab) {
+                        block.mem = Mem::None;
+                    }
+                }
+            }
+            None => return Err(Stop::Room),
+        }
+        debug_assert!(size <= old.capacity_bytes());
+        Ok(())
+    }
+
+    /// Gives a copy-on-write version bytes of its own, up to `keep`.
+    fn copy_base(&mut self, idx: Idx, keep: u64) -> Result<(), Stop> {
+        let Some(base_id) = self.hot_mut(idx).base else { return Ok(()) };
+        let Some(base) = self.by_id(base_id) else {
+            self.hot_mut(idx).base = None;
+            return Ok(());
+        };
+        self.size_blocks(idx);
+        let size = self.node(idx).size.min(keep);
+        for index in 0..super::hot::blocks_for(size) {
+            if self.hot_mut(idx).blocks[index].dirty || self.is_hole(base, index) {
+                continue;
+            }
+            let len = block_len(size, index);
+            let Some(from) = self.hot(base).filter(|hot| hot.blocks.get(index).is_some_and(Block::resident)).and_then(|hot| hot.span(index))
+            else {
+                if self.hot(base).is_some_and(|hot| hot.blocks.get(index).is_some_and(|block| block.bad)) {
+                    return Err(Stop::Fail(Errno::EIO));
+                }
+                self.load_blocks(base, index..index + 1, true);
+                return Err(Stop::Load);
+            };
+            self.take_block(idx, index, len, false)?;
+            let hot = self.hot_mut(idx);
+            let Some(to) = hot.span(index) else { return Err(Stop::Room) };
+            to.copy_from_span(&from.slice(0..len.min(from.len())));
+            hot.valid_to = hot.valid_to.max(index as u64 * BLOCK + len as u64);
+            let block = &mut hot.blocks[index];
+            block.dirty = true;
+            block.version = block.version.wrapping_add(1);
+            block.crc = None;
+        }
+        self.drop_base(idx);
+        Ok(())
+    }
+
+    /// Gets credit, room and memory for `len` bytes of block `index`. With `keep`, the bytes that are there stay.
+    fn take_block(&mut self, idx: Idx, index: usize, len: usize, keep: bool) -> Result<(), Stop> {
+        let hot = self.hot_mut(idx);
+        if hot.blocks.len() <= index {
+            hot.blocks.resize_with(index + 1, Block::default);
+        }
+        let block = &hot.blocks[index];
+        if block.io == BlockIo::Reading {
+            return Err(Stop::Load);
+        }
+        if block.bad && keep {
+            return Err(Stop::Fail(Errno::EIO));
+        }
+        if keep && block.mem.is_none() && !block.place.is_empty() {
+            self.load_blocks(idx, index..index + 1, true);
+            return Err(Stop::Load);
+        }
+        let (charge, reserved) = (block.charge, block.reserved);
+        if !self.settings.memory_only {
+            let pages = (len as u32).div_ceil(4096).max(charge);
+            let more = u64::from(pages - charge);
+            if self.dirty_pages + more > self.settings.dirty_limit_pages {
+                return Err(Stop::Room);
+            }
+            let room = u64::from(pages.saturating_sub(reserved));
+            if room > 0 {
+                self.reserve(room)?;
+            }
+            self.dirty_pages += more;
+            self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
+            let block = &mut self.hot_mut(idx).blocks[index];
+            block.charge = pages;
+            block.reserved = block.reserved.max(pages);
+        }
+        self.take_memory(idx, index, len)
+    }
+
+    /// What the directory's last files say about the size of a new one.
+    fn guess(&self, idx: Idx) -> u64 {
+        let node = self.node(idx);
+        let parent = node.hot.as_ref().and_then(|hot| hot.private()).map_or(node.parent, |private| private.parent);
+        match self.tree.nodes.get(parent).and_then(|node| node.dir()) {
+            Some(dir) if dir.same_size >= 2 => dir.last_size,
+            _ => 0,
+        }
+    }
+
+    fn take_memory(&mut self, idx: Idx, index: usize, len: usize) -> Result<(), Stop> {
+        let size = self.node(idx).size;
+        let (small, largest) = (self.settings.small_file_max, self.settings.slab_file_max);
+        let end = index as u64 * BLOCK + len as u64;
+        let hot = self.hot_mut(idx);
+        match &hot.blocks[index].mem {
+            Mem::Slab if hot.slab.as_ref().is_some_and(|slab| slab.capacity_bytes() >= end) => return Ok(()),
+            Mem::Chunk(chunk) if chunk.len() >= len => return Ok(()),
+            _ => {}
+        }
+        let fresh = hot.blocks.iter().all(|block| block.mem.is_none() && block.place.is_empty());
+        let only_first = !fresh
+            && hot.slab.is_none()
+            && hot.blocks.iter().skip(1).all(|block| block.mem.is_none() && block.place.is_empty())
+            && matches!(hot.blocks[0].mem, Mem::Chunk(_))
+            && index > 0;
+        let expected = if fresh { end.max(size).max(self.guess(idx)) } else { end.max(size) };
+        if end <= largest && self.hot_mut(idx).slab.is_some() && self.grow_slab(idx, end) {
+            self.hot_mut(idx).blocks[index].mem = Mem::Slab;
+            return Ok(());
+        }
+        if (fresh || only_first) && expected > small && end <= largest && expected <= largest {
+            // Twice what is known, for a file whose end is not in sight: pages not touched cost nothing.
+            let room = if expected > end { expected } else { (end * 2).max(4 << 20).min(largest) };
+            let slab = self
+                .alloc_slab(pages(room), idx)
+                .or_else(|| if room > end { self.alloc_slab(pages(end), idx) } else { None });
+            if let Some(slab) = slab {
+                let hot = self.hot_mut(idx);
+                if let Some(from) = hot.span(0).filter(|_| only_first) {
+                    let first = block_len(size, 0).min(from.len());
+                    slab.span(0..first).copy_from_span(&from.slice(0..first));
+                    hot.valid_to = first as u64;
+                    hot.blocks[0].mem = Mem::Slab;
+                }
+                hot.slab = Some(slab);
+                hot.blocks[index].mem = Mem::Slab;
+                return Ok(());
+            }
+        }
+        self.take_chunk(idx, index, len, end.max(size) <= small)
+    }
+
+    fn take_chunk(&mut self, idx: Idx, index: usize, len: usize, small: bool) -> Result<(), Stop> {
+        let want = if small { len } else { BLOCK as usize };
+        let Some(chunk) = self.alloc_chunk(want) else {
+            return Err(if self.settings.memory_only { Stop::Fail(Errno::ENOSPC) } else { Stop::Room });
+        };
+        let hot = self.hot_mut(idx);
+        let to = chunk.span();
+        let kept = match hot.span(index) {
+            Some(from) => {
+                let kept = from.len().min(to.len());
+                to.copy_from_span(&from.slice(0..kept));
+                kept
+            }
+            None => 0,
+        };
+        to.zero(kept..to.len());
+        hot.blocks[index].mem = Mem::Chunk(chunk);
+        Ok(())
+    }
+
+    fn grow_slab(&mut self, idx: Idx, end: u64) -> bool {
+        let largest = self.settings.slab_file_max;
+        loop {
+            let Some(slab) = &self.hot_mut(idx).slab else { return false };
+            let capacity = slab.capacity_bytes();
+            if capacity >= end {
+                return true;
+            }
+            let ample = (capacity * 2).max(end).min(largest);
+            if slab.resize(pages(ample)) || slab.resize(pages(end)) {
+                return true;
+            }
+            if !self.drop_some(idx) {
+                return false;
+            }
+        }
+    }
+
+    /// Plans a write. On success the file is pinned until [`Core::note_write`].
+    fn plan_write(&mut self, id: NodeId, offset: u64, len: usize, queued: bool) -> Result<Copy, Stop> {
+        let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        if !queued && (self.admitting || self.waiters.iter().any(|waiter| !waiter.loading)) {
+            return Err(Stop::Room);
+        }
+        if self.poisoned {
+            return Err(Stop::Fail(Errno::EIO));
+        }
+        let end = offset.checked_add(len as u64).ok_or(Errno::EFBIG)?;
+        if end > self.size_max() {
+            return Err(Stop::Fail(if self.settings.memory_only { Errno::ENOSPC } else { Errno::EFBIG }));
+        }
+        self.unseal(idx)?;
+        self.copy_base(idx, u64::MAX)?;
+        self.extend_tail(idx, end)?;
+        let size = self.node(idx).size;
+        let new_size = size.max(end);
+        let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
+        for index in first..=last {
+            let start = index as u64 * BLOCK;
+            let covered_to = (start + block_len(size, index) as u64).max(start);
+            let whole = offset <= start && end >= covered_to;
+            self.take_block(idx, index, block_len(new_size, index), !whole)?;
+        }
+        let hot = self.hot_mut(idx);
+        let mut pieces = SmallVec::new();
+        for index in first..=last {
+            let start = index as u64 * BLOCK;
+            let (from, to) = (offset.max(start), end.min(start + BLOCK));
+            let Some(span) = hot.span(index) else { return Err(Stop::Room) };
+            let span = span.slice((from - start) as usize..(to - start) as usize);
+            pieces.push((span, (from - offset) as usize, (to - offset) as usize));
+        }
+        let in_slab = matches!(hot.blocks[first].mem, Mem::Slab);
+        let gap = match &hot.slab {
+            Some(slab) if in_slab && hot.valid_to < offset => {
+                Some(slab.span(hot.valid_to as usize..(offset as usize).min(slab.capacity_bytes() as usize)))
+            }
+            _ => None,
+        };
+        let at_cursor = hot.crc_to < BLOCK as usize && offset == hot.crc_block as u64 * BLOCK + hot.crc_to as u64;
+        let crc = if at_cursor {
+            Some(Running { block: hot.crc_block, at: hot.crc_to, state: hot.crc, done: SmallVec::new() })
+        } else if offset.is_multiple_of(BLOCK) {
+            Some(Running { block: first, at: 0, state: 0, done: SmallVec::new() })
+        } else {
+            None
+        };
+        hot.pins += 1;
+        if let Some(private) = hot.private_mut() {
+            private.flushed = false;
+        }
+        Ok(Copy { pieces, gap, crc: crc.filter(|_| !self.settings.memory_only) })
+    }
+
+    /// The last block of the file grows when something is written behind it: it has to be stored again at its new
+    /// length.
+    fn extend_tail(&mut self, idx: Idx, end: u64) -> Result<(), Stop> {
+        let size = self.node(idx).size;
+        if size.is_multiple_of(BLOCK) || end <= size {
+            return Ok(());
+        }
+        let tail = (size / BLOCK) as usize;
+        if self.is_hole(idx, tail) {
+            return Ok(());
+        }
+        let len = block_len(end, tail);
+        self.take_block(idx, tail, len, true)?;
+        let hot = self.hot_mut(idx);
+        let old = (size - tail as u64 * BLOCK) as usize;
+        if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
+            chunk.span().zero(old..len.max(old));
+        }
+        let block = &mut hot.blocks[tail];
+        block.dirty = true;
+        block.version = block.version.wrapping_add(1);
+        block.crc = None;
+        Ok(())
+    }
+
+    fn note_write(&mut self, id: NodeId, offset: u64, len: usize, crc: Option<Running>) {
+        let Some(idx) = self.by_id(id) else { return };
+        let end = offset + len as u64;
+        let node = self.node_mut(idx);
+        node.size = node.size.max(end);
+        node.mtime = now();
+        node.ctime = node.mtime;
+        let hot = self.hot_mut(idx);
+        hot.pins -= 1;
+        let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
+        for block in &mut hot.blocks[first..=last] {
+            block.dirty = true;
+            block.bad = false;
+            block.version = block.version.wrapping_add(1);
+            block.crc = None;
+        }
+        if matches!(hot.blocks[first].mem, Mem::Slab) {
+            hot.valid_to = hot.valid_to.max(end);
+        }
+        match crc {
+            Some(crc) => {
+                for (index, value) in &crc.done {
+                    hot.blocks[*index].crc = Some(*value);
+                }
+                (hot.crc_block, hot.crc_to, hot.crc) = (crc.block, crc.at, crc.state);
+            }
+            None if (first..=last).contains(&hot.crc_block) => hot.crc_to = usize::MAX,
+            None => {}
+        }
+        self.counters.written_bytes += len as u64;
+        self.mark_slot(idx);
+        self.close_if_done(idx);
+    }
+
+    /// The checksum of block `index`, if the running one has just come to its end.
+    pub fn tail_crc(hot: &Hot, index: usize, len: usize) -> Option<u32> {
+        if hot.crc_to == usize::MAX || hot.crc_to == 0 || hot.crc_block != index || hot.crc_to != len {
+            return None;
+        }
+        // Checksums cover whole pages: the rest of the last one is zeros.
+        let pad = len.next_multiple_of(4096) - len;
+        Some(crc_of_state(if pad == 0 { hot.crc } else { crc_state(&[0; 4096][..pad], Some(hot.crc)) }))
+    }
+
+    /// Files beyond the limit are slot files: resident by range, never passthrough. One that was private and is
+    /// grown so far without being written becomes visible (rule R1).
+    fn mark_slot(&mut self, idx: Idx) {
+        if self.node(idx).size > self.settings.slab_file_max {
+            self.node_mut(idx).set(SLOT, true);
+        }
+    }
+
+    /// Takes bytes away from `size` on. Everything that can fail has been done.
+    fn cut(&mut self, idx: Idx, size: u64) {
+        let keep = super::hot::blocks_for(size);
+        let durable = self.node(idx).has(DURABLE);
+        let device = self.node(idx).device;
+        let hot = self.hot_mut(idx);
+        let gone: Vec<Block> = if hot.blocks.len() > keep { hot.blocks.drain(keep..).collect() } else { Vec::new() };
+        hot.valid_to = hot.valid_to.min(size);
+        hot.crc_to = usize::MAX;
+        if size == 0 {
+            hot.slab = hot.slab.take().filter(|slab| !slab.is_lent());
+            (hot.crc_block, hot.crc_to, hot.crc) = (0, 0, 0);
+        }
+        for block in gone {
+            self.uncharge(block.charge, block.reserved);
+            self.retire_place(idx, device, durable, block.place);
+        }
+    }
+
+    /// Gives up bytes on the device: at once if no record names them, else after the next commit.
+    pub fn retire_place(&mut self, idx: Idx, device: u8, durable: bool, place: Place) {
+        if place.is_empty() {
+            return;
+        }
+        if durable {
+            self.queue.stale.push((device, place));
+            self.changed(idx);
+        } else {
+            self.free_extents(device, &place);
+        }
+    }
+
+    /// O_TRUNC on a file that is truncated in place.
+    pub fn truncate_to_nothing(&mut self, idx: Idx) {
+        if self.unseal(idx).is_ok() {
+            self.drop_base(idx);
+            self.cut(idx, 0);
+            self.resize_noted(idx, 0);
+        }
+    }
+
+    fn resize_noted(&mut self, idx: Idx, size: u64) {
+        let node = self.node_mut(idx);
+        node.size = size;
+        node.mtime = now();
+        node.ctime = node.mtime;
+        self.mark_slot(idx);
+        self.changed(idx);
+    }
+
+    fn truncate(&mut self, id: NodeId, size: u64) -> Result<(), Stop> {
+        let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        if size > self.size_max() {
+            return Err(Stop::Fail(Errno::EFBIG));
+        }
+        let old = self.node(idx).size;
+        if size == old {
+            return Ok(());
+        }
+        self.unseal(idx)?;
+        if self.hot_mut(idx).blocks.iter().any(|block| block.io == BlockIo::Reading) {
+            return Err(Stop::Load);
+        }
+        self.copy_base(idx, size)?;
+        if size < old {
+            let tail = (size / BLOCK) as usize;
+            if !size.is_multiple_of(BLOCK) && !self.is_hole(idx, tail) {
+                let len = block_len(size, tail);
+                self.take_block(idx, tail, len, true)?;
+                let hot = self.hot_mut(idx);
+                if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
+                    chunk.span().zero(len..chunk.len());
+                }
+                let block = &mut hot.blocks[tail];
+                block.dirty = true;
+                block.version = block.version.wrapping_add(1);
+                block.crc = None;
+            }
+            self.cut(idx, size);
+        } else {
+            self.extend_tail(idx, size)?;
+        }
+        self.resize_noted(idx, size);
+        if size > self.settings.slab_file_max {
+            self.show_early(idx);
+        }
+        self.close_if_done(idx);
+        Ok(())
+    }
+
+    /// Makes whole blocks of the range holes again. The edges are written with zeros by the caller.
+    fn punch(&mut self, id: NodeId, offset: u64, end: u64) -> Result<(), Stop> {
+        let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        self.unseal(idx)?;
+        self.copy_base(idx, u64::MAX)?;
+        let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
+        let hot = self.hot_mut(idx);
+        let (first, last) = (offset.div_ceil(BLOCK) as usize, (end / BLOCK) as usize);
+        let last = last.min(hot.blocks.len());
+        if first >= last || hot.slab.is_some() {
+            return Ok(());
+        }
+        if hot.blocks[first..last].iter().any(|block| block.io == BlockIo::Reading) {
+            return Err(Stop::Load);
+        }
+        let mut gone = Vec::new();
+        for block in &mut hot.blocks[first..last] {
+            let version = block.version.wrapping_add(1);
+            let io = block.io;
+            gone.push(std::mem::replace(block, Block { version, io, ..Block::default() }));
+        }
+        for block in gone {
+            self.uncharge(block.charge, block.reserved);
+            self.retire_place(idx, device, durable, block.place);
+        }
+        Ok(())
+    }
+
+    /// Whether `ino` may be truncated where it is, or has to be looked up again (rule R3b).
+    fn check_truncate(&mut self, ino: u64, with_handle: bool) -> Result<NodeId, Errno> {
+        let idx = self.resolve(ino)?;
+        if self.node(idx).kind() != Kind::File {
+            return Err(if self.node(idx).kind() == Kind::Dir { Errno::EISDIR } else { Errno::EINVAL });
+        }
+        let (named, parent, slot, size) = {
+            let node = self.node(idx);
+            (node.has(NAMED), node.parent, node.has(SLOT), node.size)
+        };
+        let posix = named && self.tree.posix(parent);
+        let hot = self.hot_mut(idx);
+        let read = hot.sealed()
+            && (hot.passthrough_handles() > 0 || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
+        let promised = hot.promised > 0;
+        if read && named {
+            self.copy_and_promise(idx)?;
+            return Err(Errno::ESTALE);
+        }
+        if promised && !with_handle {
+            self.hot_mut(idx).promised -= 1;
+        }
+        Ok(self.id(idx))
+    }
+}
+
+fn pages(bytes: u64) -> u32 {
+    u32::try_from(bytes.div_ceil(4096)).unwrap_or(u32::MAX)
+}
+
+/// What came of trying.
+enum Tried<T> {
+    Done(Result<T, Errno>),
+    Wait { loading: bool },
+}
+
+impl<T> From<Result<T, Stop>> for Tried<T> {
+    fn from(result: Result<T, Stop>) -> Self {
+        match result {
+            Ok(value) => Self::Done(Ok(value)),
+            Err(Stop::Fail(errno)) => Self::Done(Err(errno)),
+            Err(stop) => Self::Wait { loading: stop == Stop::Load },
+        }
+    }
+}
+
+impl Store {
+    pub fn write(self: &Arc<Self>, handle: &Handle, offset: u64, data: &[u8], reply: WriteReply) {
+        if data.is_empty() {
+            return reply(Ok(0));
+        }
+        match self.try_write(handle.id, offset, data, false) {
+            Tried::Done(result) => reply(result),
+            Tried::Wait { loading } => {
+                self.wait(handle.id, Change::Write { offset, data: data.to_vec(), reply }, loading);
+            }
+        }
+    }
+
+    fn try_write(self: &Arc<Self>, id: NodeId, offset: u64, data: &[u8], queued: bool) -> Tried<u32> {
+        let mut plan = match self.with(|core| core.plan_write(id, offset, data.len(), queued)) {
+            Ok(plan) => plan,
+            Err(stop) => return Err(stop).into(),
+        };
+        if let Some(gap) = plan.gap {
+            gap.zero(0..gap.len());
+        }
+        for (span, from, to) in &plan.pieces {
+            span.copy_from(0, &data[*from..*to]);
+        }
+        if let Some(crc) = &mut plan.crc {
+            crc.update(data);
+        }
+        self.with(|core| core.note_write(id, offset, data.len(), plan.crc));
+        Tried::Done(Ok(data.len() as u32))
+    }
+
+    fn wait(self: &Arc<Self>, id: NodeId, change: Change, loading: bool) {
+        self.with(|core| {
+            let deadline = Instant::now() + core.settings.request_deadline;
+            core.waiters.push_back(Waiter { id, change, deadline, loading });
+            core.counters.waits += 1;
+            core.counters.waiters_peak = core.counters.waiters_peak.max(core.waiters.len() as u64);
+            core.wakes.writer = true;
+            core.wakes.admission = true;
+            core.wakes.timer = true;
+        });
+    }
+
+    /// Truncation by path or by handle.
+    pub fn truncate(self: &Arc<Self>, ino: u64, with_handle: bool, size: u64, reply: AttrReply) {
+        let id = match self.with(|core| core.check_truncate(ino, with_handle)) {
+            Ok(id) => id,
+            Err(errno) => return reply(Err(errno)),
+        };
+        match self.with(|core| core.truncate(id, size)).into() {
+            Tried::Done(Ok(())) => reply(self.getattr(ino)),
+            Tried::Done(Err(errno)) => reply(Err(errno)),
+            Tried::Wait { loading } => self.wait(id, Change::Truncate { size, ino, reply }, loading),
+        }
+    }
+
+    pub fn fallocate(self: &Arc<Self>, handle: &Handle, offset: u64, len: u64, mode: i32, reply: UnitReply) {
+        const KNOWN: i32 = libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE;
+        let zero = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
+        if mode & !KNOWN != 0 {
+            return reply(Err(Errno::EOPNOTSUPP));
+        }
+        let Some(end) = offset.checked_add(len) else { return reply(Err(Errno::EFBIG)) };
+        let keep_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
+        if zero {
+            return self.zero(handle.id, offset, len, keep_size, reply, false);
+        }
+        // Room is set aside when bytes are written (every block is new on the device then), so all that
+        // fallocate has to do is to grow the file, and to say now if it can never fit.
+        let size = {
+            let core = self.lock();
+            if !core.settings.memory_only && end > core.settings.capacity_pages * 4096 {
+                drop(core);
+                return reply(Err(Errno::ENOSPC));
+            }
+            core.by_id(handle.id).map_or(0, |idx| core.node(idx).size)
+        };
+        if keep_size || end <= size {
+            return reply(Ok(()));
+        }
+        self.extend(handle.id, end, reply);
+    }
+
+    fn extend(self: &Arc<Self>, id: NodeId, size: u64, reply: UnitReply) {
+        match self.with(|core| core.truncate(id, size)).into() {
+            Tried::Done(result) => reply(result),
+            Tried::Wait { loading } => self.wait(id, Change::Extend { size, reply }, loading),
+        }
+    }
+
+    /// Zeros a range, a pass at a time; what is left after a wait goes on from the queue.
+    fn zero(self: &Arc<Self>, id: NodeId, offset: u64, len: u64, keep_size: bool, reply: UnitReply, queued: bool) {
+        let mut at = offset;
+        let mut end = offset + len;
+        if keep_size {
+            let core = self.lock();
+            let size = core.by_id(id).map_or(0, |idx| core.node(idx).size);
+            end = end.min(size);
+        }
+        match self.with(|core| core.punch(id, at, end)).into() {
+            Tried::Done(Ok(())) => {}
+            Tried::Done(Err(errno)) => return reply(Err(errno)),
+            Tried::Wait { loading } => {
+                return self.wait(id, Change::Zero { offset, len, keep_size, reply }, loading);
+            }
+        }
+        let zeros = vec![0; ZERO_PASS.min(len.max(1)) as usize];
+        while at < end {
+            let stop = (at / ZERO_PASS + 1) * ZERO_PASS;
+            let now = (end.min(stop) - at) as usize;
+            let hole = {
+                let core = self.lock();
+                core.by_id(id).is_some_and(|idx| {
+                    ((at / BLOCK) as usize..=((at + now as u64 - 1) / BLOCK) as usize)
+                        .all(|index| core.is_hole(idx, index) && at + now as u64 <= core.node(idx).size)
+                })
+            };
+            if !hole {
+                match self.try_write(id, at, &zeros[..now.min(zeros.len())], queued) {
+                    Tried::Done(Ok(_)) => {}
+                    Tried::Done(Err(errno)) => return reply(Err(errno)),
+                    Tried::Wait { loading } => {
+                        return self.wait(id, Change::Zero { offset: at, len: offset + len - at, keep_size, reply }, loading);
+                    }
+                }
+            }
+            at += if hole { now } else { now.min(zeros.len()) } as u64;
+        }
+        reply(Ok(()));
+    }
+
+    /// Tries the waiting changes again, in order. Only what waits for the device can be passed.
+    pub(crate) fn admit(self: &Arc<Self>) {
+        let mut passed = Vec::new();
+        // Who comes while the queue is being tried has to queue behind it.
+        self.lock().admitting = true;
+        loop {
+            let Some(mut waiter) = self.lock().waiters.pop_front() else { break };
+            let tried = match waiter.change {
+                Change::Write { offset, data, reply } => match self.try_write(waiter.id, offset, &data, true) {
+                    Tried::Done(result) => {
+                        reply(result);
+                        continue;
+                    }
+                    Tried::Wait { loading } => (Change::Write { offset, data, reply }, loading),
+                },
+                Change::Truncate { size, ino, reply } => match self.with(|core| core.truncate(waiter.id, size)).into() {
+                    Tried::Done(result) => {
+                        reply(result.and_then(|()| self.getattr(ino)));
+                        continue;
+                    }
+                    Tried::Wait { loading } => (Change::Truncate { size, ino, reply }, loading),
+                },
+                Change::Extend { size, reply } => match self.with(|core| core.truncate(waiter.id, size)).into() {
+                    Tried::Done(result) => {
+                        reply(result);
+                        continue;
+                    }
+                    Tried::Wait { loading } => (Change::Extend { size, reply }, loading),
+                },
+                Change::Zero { offset, len, keep_size, reply } => {
+                    self.zero(waiter.id, offset, len, keep_size, reply, true);
+                    continue;
+                }
+            };
+            let loading = tried.1;
+            waiter.change = tried.0;
+            waiter.loading = loading;
+            passed.push(waiter);
+            if !loading {
+                break;
+            }
+        }
+        let mut core = self.lock();
+        core.admitting = false;
+        for waiter in passed.into_iter().rev() {
+            core.waiters.push_front(waiter);
+        }
+        self.settle(core);
+    }
+}
+
+impl Change {
+    /// The answer to a change whose time is over.
+    pub fn fail(self, errno: Errno) {
+        match self {
+            Self::Write { reply, .. } => reply(Err(errno)),
+            Self::Truncate { reply, .. } => reply(Err::<Attr, _>(errno)),
+            Self::Zero { reply, .. } | Self::Extend { reply, .. } => reply(Err(errno)),
+        }
+    }
+}
+
+/// The number of pages in a whole block fits its counters.
+const _: () = assert!(BLOCK_PAGES < 1 << 16);

@@ -1,0 +1,71 @@
+//! The threads on which transfers are completed: checksums are verified and clients answered here, so that a
+//! device's own thread does nothing but keep the device busy.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    stopping: bool,
+}
+
+/// Jobs and the threads that do them.
+pub struct Completions {
+    shared: Arc<(Mutex<Queue>, Condvar)>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Completions {
+    pub fn new() -> Self {
+        Self { shared: Arc::default(), threads: Mutex::default() }
+    }
+
+    pub fn start(&self, threads: usize) -> std::io::Result<()> {
+        for at in 0..threads {
+            let shared = self.shared.clone();
+            let thread = std::thread::Builder::new().name(format!("kv-done-{at}")).spawn(move || {
+                let (queue, wake) = &*shared;
+                loop {
+                    let mut locked = queue.lock();
+                    let job = loop {
+                        if let Some(job) = locked.jobs.pop_front() {
+                            break job;
+                        }
+                        if locked.stopping {
+                            return;
+                        }
+                        wake.wait(&mut locked);
+                    };
+                    drop(locked);
+                    job();
+                }
+            })?;
+            self.threads.lock().push(thread);
+        }
+        Ok(())
+    }
+
+    pub fn push(&self, job: Job) {
+        let (queue, wake) = &*self.shared;
+        queue.lock().jobs.push_back(job);
+        wake.notify_one();
+    }
+
+    /// Does what is queued and ends the threads.
+    pub fn stop(&self) {
+        let (queue, wake) = &*self.shared;
+        queue.lock().stopping = true;
+        wake.notify_all();
+        for thread in self.threads.lock().drain(..) {
+            if thread.join().is_err() {
+                log::error!("a completion thread panicked");
+            }
+        }
+    }
+}

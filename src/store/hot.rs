@@ -1,0 +1,329 @@
+//! The live state of a file: open handles, blocks in L1, and where it is in its life.
+//!
+//! A version of a file goes private, visible, sealed (rule R1). While it is being built, each block
+//! knows its own memory, checksum and place on the device. Once sealed, checksums and places move to
+//! the node, and a block only says whether it is in L1.
+
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use super::node::{Idx, Links, NONE, NodeId};
+use super::{EntryReply, ReadReply, UnitReply};
+use crate::l1::{Chunk, Slab};
+use crate::l2::Extent;
+use crate::memory::{PAGE, Span};
+
+/// The unit of checksums, of residency, and of a slot file's placement (rule R2).
+pub const BLOCK: u64 = 256 << 10;
+/// Pages in a block.
+pub const BLOCK_PAGES: u64 = BLOCK / PAGE as u64;
+
+/// Number of blocks that `size` bytes take.
+pub fn blocks_for(size: u64) -> usize {
+    size.div_ceil(BLOCK) as usize
+}
+
+/// Bytes of block `index` in a file of `size` bytes.
+pub fn block_len(size: u64, index: usize) -> usize {
+    size.saturating_sub(index as u64 * BLOCK).min(BLOCK) as usize
+}
+
+/// Rounded up to whole pages.
+pub fn page_round(bytes: u64) -> u64 {
+    bytes.next_multiple_of(PAGE as u64)
+}
+
+/// Where a block's bytes are in RAM.
+#[derive(Default)]
+pub enum Mem {
+    #[default]
+    None,
+    /// In the file's slab, at the block's own offset.
+    Slab,
+    Chunk(Chunk),
+}
+
+impl Mem {
+    pub fn is_none(&self) -> bool {
+        matches!(self, Self::None)
+    }
+}
+
+/// What the device is doing with a block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum BlockIo {
+    #[default]
+    Idle,
+    /// Memory is reserved and being filled from L2.
+    Reading,
+    /// A copy of version `.0` is being written to L2.
+    Writing(u32),
+}
+
+pub type Place = SmallVec<[Extent; 1]>;
+
+/// One block of a file that is in use.
+#[derive(Default)]
+pub struct Block {
+    pub mem: Mem,
+    pub io: BlockIo,
+    /// Changed since it was last written to the device.
+    pub dirty: bool,
+    /// Counts changes, so that a write that overlapped one is not taken for its result.
+    pub version: u32,
+    /// Pages this block holds of the dirty bound.
+    pub charge: u32,
+    /// Pages set aside on the device for it, until its extents are allocated.
+    pub reserved: u32,
+    /// Where it is on the device, while the file is unsealed. Empty: nowhere, or a hole.
+    pub place: Place,
+    pub crc: Option<u32>,
+    /// Its bytes could not be read back, or were wrong: EIO until written again.
+    pub bad: bool,
+    /// Looked at since the last eviction came by (second chance within large files).
+    pub referenced: bool,
+}
+
+impl Block {
+    /// Whether its bytes are in L1 and whole.
+    pub fn resident(&self) -> bool {
+        !self.mem.is_none() && self.io != BlockIo::Reading
+    }
+}
+
+/// What is known of whoever created a private file.
+#[derive(Debug)]
+pub struct Private {
+    /// Where the name will appear.
+    pub parent: Idx,
+    pub name: Box<[u8]>,
+    /// Thread and process that created it; 0 where they cannot be known.
+    pub tid: u32,
+    pub tgid: u32,
+    /// The name is reserved for everybody (O_EXCL).
+    pub exclusive: bool,
+    /// Some descriptor of it was closed and no write came since.
+    pub flushed: bool,
+    /// A lookup has already waited for it once.
+    pub waited: bool,
+    /// The creating process was killed by a signal before it closed.
+    pub killed: bool,
+}
+
+#[derive(Debug)]
+pub enum Phase {
+    Private(Box<Private>),
+    /// Visible and not sealed: shared use, slot files, after fsync.
+    Open,
+    Sealed,
+}
+
+/// How the handles of one inode number are served (rule R3b).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    Passthrough,
+    Direct,
+}
+
+/// Open handles of one inode number.
+#[derive(Clone, Copy, Debug)]
+pub struct Opened {
+    pub ino: u64,
+    pub mode: Mode,
+    pub handles: u32,
+}
+
+/// Where the file is on its way to the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum WriteBack {
+    #[default]
+    None,
+    /// In the publish queue under this number.
+    Queued(u64),
+}
+
+/// A read that waits for blocks.
+pub struct PendingRead {
+    pub offset: u64,
+    pub len: usize,
+    /// What the asker holds, which answers `node` reads for when a copy-on-write base is asked.
+    pub reply: ReadReply,
+    pub deadline: Instant,
+}
+
+/// A lookup that waits for a release.
+pub struct PendingLookup {
+    pub parent: Idx,
+    pub name: Box<[u8]>,
+    pub reply: EntryReply,
+    pub deadline: Instant,
+}
+
+pub struct Hot {
+    pub phase: Phase,
+    pub slab: Option<Slab>,
+    /// Bytes of the slab, from its start, whose content is defined. Beyond, up to the file's size, are zeros
+    /// that nobody has written into recycled memory yet. Only while unsealed.
+    pub valid_to: u64,
+    pub blocks: Vec<Block>,
+    pub opened: SmallVec<[Opened; 1]>,
+    /// Handles that can write, of all inode numbers.
+    pub writers: u32,
+    /// Opens and truncates that were sent to look again and will arrive here, and until when that is believed.
+    pub promised: u32,
+    pub promised_until: Option<Instant>,
+    /// Copies between memory and a client that are going on right now.
+    pub pins: u32,
+    /// Device transfers that are going on.
+    pub transfers: u32,
+    /// The blocks, not the node, know where the bytes are on the device and their checksums.
+    pub placed: bool,
+    pub write_back: WriteBack,
+    /// Durable nodes whose records go when this one's is committed.
+    pub supersedes: Vec<NodeId>,
+    /// The version whose bytes this one shows until it is written to (copy-on-write).
+    pub base: Option<NodeId>,
+    /// How many copy-on-write versions show this one's bytes.
+    pub based: u32,
+    pub reads: Vec<PendingRead>,
+    pub lookups: Vec<PendingLookup>,
+    /// fsyncs, each with the number in the publish queue whose commit it waits for.
+    pub fsyncs: Vec<(u64, UnitReply)>,
+    /// In the list of files that L1 may drop.
+    pub l1: Links,
+    pub in_l1_list: bool,
+    /// Whole-file promotion under way: the number of blocks that still lack.
+    pub promoting: u32,
+    /// The next block to look at when part of a large file is dropped from L1.
+    pub clock: usize,
+    /// The running checksum: the block it is in, how far it has come, and its state.
+    pub crc_block: usize,
+    pub crc_to: usize,
+    pub crc: u32,
+    /// The inode number that lookups answer, where it is not the node's own.
+    pub alias: Option<u64>,
+    pub alias_made: Option<Instant>,
+    /// Storing it on the device failed; the next fsync says so.
+    pub failed: bool,
+    /// Dropped from L1 without ever having been read since promotion counts as waste.
+    pub promoted_unread: bool,
+}
+
+impl Hot {
+    pub fn new(phase: Phase) -> Self {
+        Self {
+            phase,
+            slab: None,
+            valid_to: 0,
+            blocks: Vec::new(),
+            opened: SmallVec::new(),
+            writers: 0,
+            promised: 0,
+            promised_until: None,
+            pins: 0,
+            transfers: 0,
+            placed: true,
+            write_back: WriteBack::None,
+            supersedes: Vec::new(),
+            base: None,
+            based: 0,
+            reads: Vec::new(),
+            lookups: Vec::new(),
+            fsyncs: Vec::new(),
+            l1: Links { prev: NONE, next: NONE },
+            in_l1_list: false,
+            promoting: 0,
+            clock: 0,
+            crc_block: 0,
+            crc_to: 0,
+            crc: 0,
+            alias: None,
+            alias_made: None,
+            failed: false,
+            promoted_unread: false,
+        }
+    }
+
+    pub fn handles(&self) -> u32 {
+        self.opened.iter().map(|opened| opened.handles).sum()
+    }
+
+    pub fn passthrough_handles(&self) -> u32 {
+        self.opened.iter().filter(|opened| opened.mode == Mode::Passthrough).map(|opened| opened.handles).sum()
+    }
+
+    pub fn sealed(&self) -> bool {
+        matches!(self.phase, Phase::Sealed)
+    }
+
+    pub fn private(&self) -> Option<&Private> {
+        match &self.phase {
+            Phase::Private(private) => Some(private),
+            _ => None,
+        }
+    }
+
+    pub fn private_mut(&mut self) -> Option<&mut Private> {
+        match &mut self.phase {
+            Phase::Private(private) => Some(private),
+            _ => None,
+        }
+    }
+
+    /// The memory of block `index`, if it has any.
+    pub fn span(&self, index: usize) -> Option<Span> {
+        let block = self.blocks.get(index)?;
+        match &block.mem {
+            Mem::None => None,
+            Mem::Chunk(chunk) => Some(chunk.span()),
+            Mem::Slab => {
+                let slab = self.slab.as_ref()?;
+                let start = index * BLOCK as usize;
+                let end = (start + BLOCK as usize).min(slab.capacity_bytes() as usize);
+                (start < end).then(|| slab.span(start..end))
+            }
+        }
+    }
+
+    /// Whether every block is in L1, in one slab: what passthrough needs.
+    pub fn whole_slab(&self, size: u64) -> bool {
+        self.slab.is_some()
+            && size > 0
+            && self.blocks.len() == blocks_for(size)
+            && self.blocks.iter().all(|block| matches!(block.mem, Mem::Slab) && block.resident())
+    }
+
+    pub fn dirty_blocks(&self) -> bool {
+        self.blocks.iter().any(|block| block.dirty)
+    }
+
+    /// Whether anything but L1 residency keeps this state alive.
+    pub fn in_use(&self) -> bool {
+        !self.opened.is_empty()
+            || self.promised > 0
+            || self.pins > 0
+            || self.transfers > 0
+            || self.based > 0
+            || self.base.is_some()
+            || !self.reads.is_empty()
+            || !self.lookups.is_empty()
+            || !self.fsyncs.is_empty()
+            || self.write_back != WriteBack::None
+            || !self.sealed()
+            || !self.supersedes.is_empty()
+            || self.blocks.iter().any(|block| block.dirty || block.charge > 0 || block.io != BlockIo::Idle)
+    }
+}
+
+impl std::fmt::Debug for Hot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Hot")
+            .field("phase", &self.phase)
+            .field("opened", &self.opened)
+            .field("writers", &self.writers)
+            .field("pins", &self.pins)
+            .field("transfers", &self.transfers)
+            .finish_non_exhaustive()
+    }
+}

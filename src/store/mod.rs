@@ -1,0 +1,184 @@
+//! The tiering rules: what is visible, what is in L1, what leaves, what waits.
+//!
+//! All state sits in one [`Core`] behind one lock, held for microseconds and never during a copy, a
+//! system call that can wait, or a transfer. That is what makes every answer true for one instant
+//! (rule R11). What has to happen outside the lock (transfers, replies, invalidations) is collected
+//! as an [`Effect`] while the lock is held and carried out when it is not: a completion may call back
+//! into the store without a thought about locks.
+//!
+//! The life of a file: `open` makes handles, `change` plans and applies writes, `publish` makes
+//! versions visible and seals them, `writeback` takes them to the device, `read` and `promote` bring them back,
+//! `space` decides what leaves.
+
+pub mod attr;
+pub mod change;
+pub mod core;
+pub mod hot;
+pub mod lists;
+pub mod names;
+pub mod node;
+pub mod open;
+pub mod process;
+pub mod promote;
+pub mod publish;
+pub mod read;
+pub mod recover;
+pub mod report;
+pub mod space;
+pub mod tree;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use parking_lot::{Condvar, Mutex};
+
+pub use self::attr::{Attr, Entry};
+pub use self::core::{Core, Effect, Settings};
+pub use self::open::{Handle, Opened};
+pub use self::process::Caller;
+use crate::l1::Pool;
+use crate::l2::volume::Volume;
+use crate::stats::Events;
+
+pub type EntryReply = Box<dyn FnOnce(Result<Entry, Errno>) + Send>;
+pub type ReadReply = Box<dyn FnOnce(Result<&[u8], Errno>) + Send>;
+pub type UnitReply = Box<dyn FnOnce(Result<(), Errno>) + Send>;
+pub type WriteReply = Box<dyn FnOnce(Result<u32, Errno>) + Send>;
+pub type AttrReply = Box<dyn FnOnce(Result<Attr, Errno>) + Send>;
+
+/// The result of something that may have to wait.
+pub enum Answer<T> {
+    Now(Result<T, Errno>),
+    /// Ask again with a way to reply later.
+    Wait,
+}
+
+/// Where invalidations of the kernel's cached names go.
+pub trait Notify: Send + Sync {
+    fn invalidate(&self, parent: u64, name: &[u8]);
+}
+
+pub struct Store {
+    core: Mutex<Core>,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) volume: Option<Arc<Volume>>,
+    pub(crate) events: Arc<Events>,
+    notify: Mutex<Option<Arc<dyn Notify>>>,
+    /// Something for the write-back worker to start.
+    pub(crate) wake_writer: Condvar,
+    /// Something for the committer to commit.
+    pub(crate) wake_committer: Condvar,
+    /// Something was given back that a waiting change may need.
+    pub(crate) wake_admission: Condvar,
+    /// A deadline earlier than the earliest so far.
+    pub(crate) wake_timer: Condvar,
+    completions: completions::Completions,
+}
+
+mod completions;
+mod timer;
+
+/// How long the kernel may believe what we said of a sealed file or a directory. What changes without the kernel's
+/// doing is invalidated explicitly; this is the backstop.
+pub const TTL: Duration = Duration::from_secs(60);
+
+impl Store {
+    pub fn new(
+        core: Core,
+        pool: Arc<Pool>,
+        volume: Option<Arc<Volume>>,
+        events: Arc<Events>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            core: Mutex::new(core),
+            pool,
+            volume,
+            events,
+            notify: Mutex::new(None),
+            wake_writer: Condvar::new(),
+            wake_committer: Condvar::new(),
+            wake_admission: Condvar::new(),
+            wake_timer: Condvar::new(),
+            completions: completions::Completions::new(),
+        })
+    }
+
+    pub fn set_notify(&self, notify: Arc<dyn Notify>) {
+        *self.notify.lock() = Some(notify);
+    }
+
+    pub(crate) fn lock(&self) -> parking_lot::MutexGuard<'_, Core> {
+        self.core.lock()
+    }
+
+    /// Runs `f` under the lock and then, without it, what `f` left to be done.
+    pub(crate) fn with<R>(self: &Arc<Self>, f: impl FnOnce(&mut Core) -> R) -> R {
+        let mut core = self.core.lock();
+        let result = f(&mut core);
+        self.settle(core);
+        result
+    }
+
+    /// Gives the lock back and carries out what was collected under it.
+    pub(crate) fn settle(self: &Arc<Self>, mut core: parking_lot::MutexGuard<'_, Core>) {
+        let wakes = std::mem::take(&mut core.wakes);
+        let effects = std::mem::take(&mut core.effects);
+        core.calls.writer += u64::from(wakes.writer);
+        core.calls.admission += u64::from(wakes.admission);
+        drop(core);
+        if wakes.writer {
+            self.wake_writer.notify_all();
+        }
+        if wakes.committer {
+            self.wake_committer.notify_all();
+        }
+        if wakes.admission {
+            self.wake_admission.notify_all();
+        }
+        if wakes.timer {
+            self.wake_timer.notify_all();
+        }
+        for effect in effects {
+            self.carry_out(effect);
+        }
+    }
+
+    pub fn start_completions(&self, threads: usize) -> std::io::Result<()> {
+        self.completions.start(threads)
+    }
+
+    /// After the engines have stopped.
+    pub fn stop_completions(&self) {
+        self.completions.stop();
+    }
+
+    /// Tells the store's threads to end.
+    pub fn stop_threads(&self) {
+        self.lock().stopping = true;
+        self.wake_writer.notify_all();
+        self.wake_committer.notify_all();
+        self.wake_admission.notify_all();
+        self.wake_timer.notify_all();
+    }
+
+    /// Hands a finished transfer to the completion threads.
+    pub(crate) fn completed(&self, job: Box<dyn FnOnce() + Send>) {
+        self.completions.push(job);
+    }
+
+    fn carry_out(self: &Arc<Self>, effect: Effect) {
+        match effect {
+            Effect::Reply(reply) => reply(),
+            Effect::Invalidate { parent, name } => {
+                let notify = self.notify.lock().clone();
+                if let Some(notify) = notify {
+                    notify.invalidate(parent, &name);
+                }
+            }
+            Effect::Load(load) => self.submit_load(load),
+            Effect::Serve(served) => self.serve(*served),
+            Effect::Event(text) => self.events.push(text),
+        }
+    }
+}

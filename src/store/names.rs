@@ -1,0 +1,262 @@
+//! Names: directories, links, unlink, rename, listing.
+//!
+//! None of these waits for L1, L2 or a client (rule R15): the kernel holds directory locks meanwhile.
+
+use std::sync::Arc;
+
+use nix::errno::Errno;
+
+use super::attr::NAME_MAX;
+use super::core::{Core, now};
+use super::node::{DURABLE, Detail, Idx, Kind, NAMED, NONE, ROOT};
+use super::process::Caller;
+use super::{Entry, Store};
+
+/// One line of a listing.
+#[derive(Debug, Clone)]
+pub struct Listed {
+    pub ino: u64,
+    pub kind: Kind,
+    pub name: Box<[u8]>,
+    /// Where to go on after this one.
+    pub cookie: u64,
+}
+
+/// rename2's flags.
+pub const NOREPLACE: u32 = 1;
+
+/// Cookies of `.` and `..`; children follow.
+const FIRST_CHILD_COOKIE: u64 = 2;
+
+pub fn check_name(name: &[u8]) -> Result<(), Errno> {
+    if name.len() > NAME_MAX { Err(Errno::ENAMETOOLONG) } else { Ok(()) }
+}
+
+impl Core {
+    /// The group and mode bits that a directory hands down (setgid).
+    pub fn inherited(&self, parent: Idx, caller: &Caller, mode: u32, dir: bool) -> (u32, u32) {
+        let parent = self.node(parent);
+        if parent.mode & 0o2000 == 0 {
+            return (caller.gid, mode);
+        }
+        (parent.gid, if dir { mode | 0o2000 } else { mode })
+    }
+
+    /// Makes a directory or a link: visible at once, recorded with the next commit.
+    fn make(
+        &mut self,
+        parent: u64,
+        name: &[u8],
+        detail: Detail,
+        mode: u32,
+        caller: &Caller,
+    ) -> Result<Entry, Errno> {
+        check_name(name)?;
+        let parent = self.resolve_dir(parent)?;
+        if self.tree.child(parent, name).is_some() {
+            return Err(Errno::EEXIST);
+        }
+        let (gid, mode) = self.inherited(parent, caller, mode, matches!(detail, Detail::Dir(_)));
+        let idx = self.new_node(detail, mode, caller.uid, gid)?;
+        self.tree.link(idx, parent, name);
+        self.touch_dir(parent);
+        self.record_at_once(idx);
+        Ok(self.entry(idx, true))
+    }
+
+    /// The private version of `name` that `caller` means: its thread's own, else its process's newest.
+    pub fn own_private(&self, parent: Idx, name: &[u8], caller: &Caller, any_unknown: bool) -> Option<Idx> {
+        let all = self.tree.privates(parent, name);
+        let made_by = |idx: &&Idx| self.hot(**idx).and_then(|hot| hot.private()).map(|private| (private.tid, private.tgid));
+        if caller.tid == 0 {
+            // A process that we cannot see: rename and unlink reach its newest private name, nothing else does.
+            return any_unknown.then(|| all.last().copied()).flatten();
+        }
+        if let Some(idx) = all.iter().rev().find(|idx| made_by(idx).is_some_and(|(tid, _)| tid == caller.tid)) {
+            return Some(*idx);
+        }
+        all.iter()
+            .rev()
+            .find(|idx| made_by(idx).is_some_and(|(_, tgid)| super::process::is_thread_of(caller.tid, tgid)))
+            .copied()
+    }
+
+    /// Takes the name from a private version; it goes on as a file without a name.
+    fn forget_private(&mut self, idx: Idx) {
+        let Some(private) = self.hot_mut(idx).private_mut() else { return };
+        let (parent, name) = (private.parent, std::mem::take(&mut private.name));
+        private.parent = NONE;
+        self.tree.remove_private(idx, parent, &name);
+        self.fail_lookups(idx);
+        self.reap(idx);
+    }
+
+    fn unlink(&mut self, parent: u64, name: &[u8], caller: &Caller) -> Result<(), Errno> {
+        check_name(name)?;
+        let parent = self.resolve_dir(parent)?;
+        let mine = self.own_private(parent, name, caller, true);
+        let visible = self.tree.child(parent, name);
+        if mine.is_none() && visible.is_none() {
+            return Err(Errno::ENOENT);
+        }
+        if visible.is_some_and(|idx| self.node(idx).kind() == Kind::Dir) {
+            return Err(Errno::EISDIR);
+        }
+        if let Some(idx) = mine {
+            self.forget_private(idx);
+        }
+        if let Some(idx) = visible {
+            self.node_mut(idx).ctime = now();
+            self.counters.unlinked += 1;
+            self.drop_name(idx, None, false);
+        }
+        Ok(())
+    }
+
+    fn rmdir(&mut self, parent: u64, name: &[u8]) -> Result<(), Errno> {
+        check_name(name)?;
+        let parent = self.resolve_dir(parent)?;
+        let idx = self.tree.child(parent, name).ok_or(Errno::ENOENT)?;
+        let dir = self.node(idx).dir().ok_or(Errno::ENOTDIR)?;
+        if !dir.children.is_empty() {
+            return Err(Errno::ENOTEMPTY);
+        }
+        self.drop_name(idx, None, false);
+        Ok(())
+    }
+
+    fn rename(
+        &mut self,
+        parent: u64,
+        name: &[u8],
+        new_parent: u64,
+        new_name: &[u8],
+        flags: u32,
+        caller: &Caller,
+    ) -> Result<(), Errno> {
+        check_name(name)?;
+        check_name(new_name)?;
+        if flags & !NOREPLACE != 0 {
+            // RENAME_EXCHANGE and RENAME_WHITEOUT.
+            return Err(Errno::EINVAL);
+        }
+        let (parent, new_parent) = (self.resolve_dir(parent)?, self.resolve_dir(new_parent)?);
+        let target = self.tree.child(new_parent, new_name);
+        let reserved = self.reserved(new_parent, new_name);
+        if flags & NOREPLACE != 0 && (target.is_some() || reserved) {
+            return Err(Errno::EEXIST);
+        }
+        if let Some(idx) = self.own_private(parent, name, caller, true) {
+            if target.is_some_and(|idx| self.node(idx).kind() == Kind::Dir) {
+                return Err(Errno::EISDIR);
+            }
+            self.tree.remove_private(idx, parent, name);
+            self.tree.add_private(idx, new_parent, new_name);
+            if let Some(private) = self.hot_mut(idx).private_mut() {
+                private.parent = new_parent;
+                private.name = new_name.into();
+            }
+            self.node_mut(idx).ctime = now();
+            return Ok(());
+        }
+        let idx = self.tree.child(parent, name).ok_or(Errno::ENOENT)?;
+        if target == Some(idx) {
+            return Ok(());
+        }
+        let is_dir = self.node(idx).kind() == Kind::Dir;
+        if is_dir && self.tree.is_within(new_parent, idx) {
+            return Err(Errno::EINVAL);
+        }
+        if let Some(target) = target {
+            match (is_dir, self.node(target).dir()) {
+                (true, None) => return Err(Errno::ENOTDIR),
+                (false, Some(_)) => return Err(Errno::EISDIR),
+                (true, Some(dir)) if !dir.children.is_empty() => return Err(Errno::ENOTEMPTY),
+                _ => {}
+            }
+            // A file whose own record is on the device takes the name in the same commit that removes the
+            // old one; otherwise the old record stays until the bytes of the new file are there.
+            let successor = (!self.node(idx).has(DURABLE)).then_some(idx);
+            self.drop_name(target, successor, false);
+        }
+        self.tree.unlink(idx);
+        self.touch_dir(parent);
+        self.tree.link(idx, new_parent, new_name);
+        self.touch_dir(new_parent);
+        self.node_mut(idx).ctime = now();
+        self.changed(idx);
+        Ok(())
+    }
+
+    /// Whether somebody's O_EXCL create holds the name.
+    pub fn reserved(&self, parent: Idx, name: &[u8]) -> bool {
+        self.tree
+            .privates(parent, name)
+            .iter()
+            .any(|&idx| self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.exclusive))
+    }
+}
+
+impl Store {
+    pub fn mkdir(self: &Arc<Self>, parent: u64, name: &[u8], mode: u32, caller: &Caller) -> Result<Entry, Errno> {
+        self.with(|core| core.make(parent, name, Detail::Dir(Box::default()), mode, caller))
+    }
+
+    pub fn symlink(self: &Arc<Self>, parent: u64, name: &[u8], target: &[u8], caller: &Caller) -> Result<Entry, Errno> {
+        self.with(|core| core.make(parent, name, Detail::Symlink(target.into()), 0o777, caller))
+    }
+
+    pub fn unlink(self: &Arc<Self>, parent: u64, name: &[u8], caller: &Caller) -> Result<(), Errno> {
+        self.with(|core| core.unlink(parent, name, caller))
+    }
+
+    pub fn rmdir(self: &Arc<Self>, parent: u64, name: &[u8]) -> Result<(), Errno> {
+        self.with(|core| core.rmdir(parent, name))
+    }
+
+    pub fn rename(
+        self: &Arc<Self>,
+        parent: u64,
+        name: &[u8],
+        new_parent: u64,
+        new_name: &[u8],
+        flags: u32,
+        caller: &Caller,
+    ) -> Result<(), Errno> {
+        self.with(|core| core.rename(parent, name, new_parent, new_name, flags, caller))
+    }
+
+    /// Lists a directory from `cookie` on until `take` says that it has enough.
+    pub fn readdir(
+        self: &Arc<Self>,
+        ino: u64,
+        cookie: u64,
+        take: &mut dyn FnMut(&Listed) -> bool,
+    ) -> Result<(), Errno> {
+        let core = self.lock();
+        let idx = core.resolve(ino)?;
+        let node = core.node(idx);
+        let dir = node.dir().ok_or(Errno::ENOTDIR)?;
+        let up = if idx == ROOT || !node.has(NAMED) { idx } else { node.parent };
+        let dots: [(&[u8], Idx); 2] = [(b".", idx), (b"..", up)];
+        for (at, (name, dot)) in (1u64..).zip(dots) {
+            if cookie < at && !take(&Listed { ino: core.ino(dot), kind: Kind::Dir, name: name.into(), cookie: at }) {
+                return Ok(());
+            }
+        }
+        let from = cookie.saturating_sub(FIRST_CHILD_COOKIE);
+        for (&seq, &child) in dir.children.range(from..) {
+            let node = core.node(child);
+            let listed = Listed {
+                ino: core.ino(child),
+                kind: node.kind(),
+                name: node.name.clone(),
+                cookie: seq + FIRST_CHILD_COOKIE + 1,
+            };
+            if !take(&listed) {
+                break;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,534 @@
+//! Handles: lookup, create, open, flush, release.
+//!
+//! A node's handles are all served in one way, passthrough or direct, from the first OPEN reply to the
+//! last RELEASE (rule R3b). Where an open needs the other way, it is answered with ESTALE: the kernel
+//! looks the name up again, and finds a fresh identity there. Which identity that is depends on what the
+//! open wants:
+//!
+//! * to write a sealed file that somebody reads: a copy-on-write version takes the name;
+//! * to truncate one: a private version that only this process sees;
+//! * to read a file that came into L1 while others read it through the daemon: an alias, that is another
+//!   inode number for the same file.
+//!
+//! A second ESTALE would reach the user. So whoever was sent to look again is *promised* what it will
+//! find: until it arrives, or the promise is too old to be true, the node stays as it is.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+
+use super::attr::Entry;
+use super::core::{Core, now};
+use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
+use super::lists::Droppable;
+use super::names::check_name;
+use super::node::{ALIAS_BASE, Detail, Idx, Kind, LOST, MOVED, NAMED, NONE, NodeId, SLOT};
+use super::process::{Caller, dying_of, process_of};
+use super::{Answer, EntryReply, Store};
+use crate::l1::Slab;
+
+/// How long a promise is believed. An open that was sent to look again comes back within microseconds; a process
+/// that was stopped in between may get ESTALE.
+const PROMISE: Duration = Duration::from_secs(10);
+/// At most one alias of a file in this time: far longer than the way from one ESTALE to the next open.
+const ALIAS_EVERY: Duration = Duration::from_secs(1);
+
+/// An open file.
+#[derive(Debug)]
+pub struct Handle {
+    pub id: NodeId,
+    /// The inode number it was opened under.
+    pub ino: u64,
+    pub writer: bool,
+    pub mode: Mode,
+    /// Opened with O_DIRECT: its reads do not bring the file into L1.
+    pub uncached: bool,
+    /// The process that made the file, if it was made private.
+    pub maker: u32,
+}
+
+/// How a file was opened.
+pub struct Opened {
+    pub handle: Handle,
+    /// The slab that the kernel shall read from, in passthrough mode.
+    pub slab: Option<Slab>,
+}
+
+fn writes(flags: i32) -> bool {
+    flags & libc::O_ACCMODE != libc::O_RDONLY
+}
+
+impl Core {
+    pub fn lookup(&mut self, parent: u64, name: &[u8], caller: &Caller) -> Answer<Entry> {
+        let found = self.find(parent, name, caller);
+        match found {
+            Err(errno) => Answer::Now(Err(errno)),
+            Ok(Found::Node(idx, shown)) => Answer::Now(Ok(self.entry(idx, shown))),
+            Ok(Found::Releasing(_)) => Answer::Wait,
+        }
+    }
+
+    fn find(&mut self, parent: u64, name: &[u8], caller: &Caller) -> Result<Found, Errno> {
+        check_name(name)?;
+        let parent = self.resolve_dir(parent)?;
+        let mut shown = true;
+        if !self.tree.privates(parent, name).is_empty() {
+            shown = false;
+            if let Some(idx) = self.own_private(parent, name, caller, false) {
+                return Ok(Found::Node(idx, false));
+            }
+            // Somebody has closed it; the kernel's RELEASE is on its way (fact 6). Once, not for ever: the
+            // close may have been that of a duplicate.
+            let releasing = self.tree.privates(parent, name).iter().rev().copied().find(|&idx| {
+                self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.flushed && !private.waited)
+            });
+            if let Some(idx) = releasing {
+                return Ok(Found::Releasing(idx));
+            }
+        }
+        match self.tree.child(parent, name) {
+            Some(idx) => Ok(Found::Node(idx, shown)),
+            None => Err(Errno::ENOENT),
+        }
+    }
+
+    /// Answers the lookups that waited for `idx` with what is there now.
+    pub fn answer_lookups(&mut self, idx: Idx) {
+        let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
+        for PendingLookup { parent, name, reply, .. } in std::mem::take(&mut hot.lookups) {
+            let answer = match self.tree.child(parent, &name) {
+                Some(found) => Ok(self.entry(found, self.tree.privates(parent, &name).is_empty())),
+                None => Err(Errno::ENOENT),
+            };
+            self.reply(move || reply(answer));
+        }
+    }
+
+    pub fn fail_lookups(&mut self, idx: Idx) {
+        self.answer_lookups(idx);
+    }
+
+    /// A version of `name` that only its maker sees.
+    fn new_private(
+        &mut self,
+        parent: Idx,
+        name: &[u8],
+        mode: u32,
+        (uid, gid): (u32, u32),
+        caller: &Caller,
+        tgid: u32,
+        exclusive: bool,
+    ) -> Result<Idx, Errno> {
+        let idx = self.new_node(Detail::File, mode, uid, gid)?;
+        let private = Private {
+            parent,
+            name: name.into(),
+            tid: caller.tid,
+            tgid,
+            exclusive,
+            flushed: false,
+            waited: false,
+            killed: false,
+        };
+        self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Private(Box::new(private)))));
+        self.tree.add_private(idx, parent, name);
+        let id = self.id(idx);
+        self.building.push_back(id);
+        Ok(idx)
+    }
+
+    fn create(
+        &mut self,
+        parent: u64,
+        name: &[u8],
+        mode: u32,
+        flags: i32,
+        caller: &Caller,
+        tgid: u32,
+    ) -> Result<(Entry, Handle), Errno> {
+        check_name(name)?;
+        let parent = self.resolve_dir(parent)?;
+        let exclusive = flags & libc::O_EXCL != 0;
+        let visible = self.tree.child(parent, name);
+        if exclusive && (visible.is_some() || self.reserved(parent, name)) {
+            return Err(Errno::EEXIST);
+        }
+        if visible.is_some() {
+            // It came into being since the kernel looked: it must look again and open it.
+            return Err(Errno::ESTALE);
+        }
+        let (gid, mode) = self.inherited(parent, caller, mode, false);
+        let shared = self.tree.posix(parent) || (!exclusive && flags & libc::O_TRUNC == 0);
+        let idx = if shared {
+            let idx = self.new_node(Detail::File, mode, caller.uid, gid)?;
+            self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Open)));
+            self.tree.link(idx, parent, name);
+            self.touch_dir(parent);
+            self.touch(idx);
+            let id = self.id(idx);
+            self.building.push_back(id);
+            idx
+        } else {
+            self.new_private(parent, name, mode, (caller.uid, gid), caller, tgid, exclusive)?
+        };
+        let shown = shared && self.tree.privates(parent, name).is_empty();
+        let handle = self.add_handle(idx, self.ino(idx), flags, Mode::Direct);
+        Ok((self.entry(idx, shown), handle))
+    }
+
+    fn add_handle(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Handle {
+        let id = self.id(idx);
+        let hot = self.hot_mut(idx);
+        match hot.opened.iter_mut().find(|opened| opened.ino == ino) {
+            Some(opened) => opened.handles += 1,
+            None => hot.opened.push(OpenedIno { ino, mode, handles: 1 }),
+        }
+        let writer = writes(flags);
+        hot.writers += u32::from(writer);
+        if let Some(private) = hot.private_mut() {
+            private.flushed = false;
+        }
+        let maker = hot.private().map_or(0, |private| private.tgid);
+        if mode == Mode::Passthrough {
+            if let Some(slab) = &hot.slab {
+                slab.mark_lent();
+            }
+            hot.promoted_unread = false;
+            self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
+            self.counters.opens_passthrough += 1;
+        } else {
+            self.counters.opens_direct += 1;
+        }
+        Handle { id, ino, writer, mode, uncached: flags & libc::O_DIRECT != 0, maker }
+    }
+
+    fn promise(&mut self, idx: Idx) {
+        let until = Instant::now() + PROMISE;
+        let id = self.id(idx);
+        let hot = self.hot_mut(idx);
+        hot.promised += 1;
+        hot.promised_until = Some(until);
+        self.deadlines.push((until, id));
+        self.wakes.timer = true;
+    }
+
+    fn keep_promise(&mut self, idx: Idx) {
+        let hot = self.hot_mut(idx);
+        hot.promised = hot.promised.saturating_sub(1);
+    }
+
+    /// A version that shows `old`'s bytes until it is written to, in `old`'s place.
+    fn copy_on_write(&mut self, old: Idx) -> Result<Idx, Errno> {
+        let node = self.node(old);
+        let (mode, uid, gid, size) = (u32::from(node.mode), node.uid, node.gid, node.size);
+        let (parent, name) = (node.parent, node.name.clone());
+        let (times, xattrs) = ((node.atime, node.mtime, node.ctime), node.xattrs.clone());
+        let new = self.new_node(Detail::File, mode, uid, gid)?;
+        let old_id = self.id(old);
+        let node = self.node_mut(new);
+        node.size = size;
+        (node.atime, node.mtime, node.ctime) = times;
+        node.xattrs = xattrs;
+        let mut hot = Hot::new(Phase::Open);
+        hot.base = Some(old_id);
+        node.hot = Some(Box::new(hot));
+        self.hot_mut(old).based += 1;
+        self.drop_name(old, Some(new), true);
+        self.tree.link(new, parent, &name);
+        self.touch(new);
+        let id = self.id(new);
+        self.building.push_back(id);
+        self.counters.copies_on_write += 1;
+        Ok(new)
+    }
+
+    /// Makes the copy-on-write version that whoever is sent to look again will find.
+    pub fn copy_and_promise(&mut self, idx: Idx) -> Result<(), Errno> {
+        let new = self.copy_on_write(idx)?;
+        self.promise(new);
+        Ok(())
+    }
+
+    /// A copy-on-write version that nobody wrote to: the original gets its name back.
+    pub fn undo_copy_on_write(&mut self, new: Idx) {
+        let Some(old) = self.hot(new).and_then(|hot| hot.base).and_then(|base| self.by_id(base)) else { return };
+        let node = self.node(new);
+        let (parent, name, named) = (node.parent, node.name.clone(), node.has(NAMED));
+        let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
+        let xattrs = self.node(new).xattrs.clone();
+        let old_id = self.id(old);
+        let hot = self.hot_mut(new);
+        hot.phase = Phase::Sealed;
+        let supersedes: Vec<NodeId> = std::mem::take(&mut hot.supersedes);
+        if !named {
+            self.remove_records(supersedes);
+            return;
+        }
+        self.drop_name(new, None, true);
+        self.hot_mut(old).supersedes.extend(supersedes.into_iter().filter(|id| *id != old_id));
+        self.tree.link(old, parent, &name);
+        let node = self.node_mut(old);
+        (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
+        node.xattrs = xattrs;
+        self.changed(old);
+        self.touch(old);
+        self.invalidate(old);
+    }
+
+    pub fn may_passthrough(&self, idx: Idx) -> bool {
+        let node = self.node(idx);
+        self.settings.passthrough
+            && !node.has(SLOT | LOST)
+            && node.hot.as_ref().is_some_and(|hot| {
+                hot.sealed() && hot.writers == 0 && hot.promised == 0 && hot.base.is_none() && hot.whole_slab(node.size)
+            })
+    }
+
+    fn open(&mut self, ino: u64, flags: i32, caller: &Caller, tgid: u32) -> Result<Opened, Errno> {
+        let idx = self.resolve(ino)?;
+        let node = self.node(idx);
+        match node.kind() {
+            Kind::File => {}
+            Kind::Dir => return Err(Errno::EISDIR),
+            Kind::Symlink => return Err(Errno::ELOOP),
+        }
+        if node.has(MOVED) || node.has(LOST) {
+            return Err(Errno::ESTALE);
+        }
+        let (write, truncate) = (writes(flags), flags & libc::O_TRUNC != 0);
+        let (size, parent, slot, named) = (node.size, node.parent, node.has(SLOT), node.has(NAMED));
+        let posix = named && self.tree.posix(parent);
+        let hot = self.hot_mut(idx);
+        let (handles, passthrough) = (hot.handles(), hot.passthrough_handles());
+        let promised = hot.promised > 0;
+        if truncate {
+            let in_place = match &hot.phase {
+                Phase::Private(private) => promised && (private.tid == caller.tid || caller.tid == 0) && size == 0,
+                Phase::Open => posix || size == 0,
+                Phase::Sealed => passthrough == 0 && (posix || size == 0),
+            } || (!named && hot.private().is_none_or(|private| private.parent == NONE));
+            if !in_place {
+                let (parent, name) = match hot.private() {
+                    Some(private) => (private.parent, private.name.clone()),
+                    None => (parent, self.node(idx).name.clone()),
+                };
+                let node = self.node(idx);
+                let (mode, owner, xattrs) = (u32::from(node.mode), (node.uid, node.gid), node.xattrs.clone());
+                let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
+                self.node_mut(new).xattrs = xattrs;
+                self.promise(new);
+                return Err(Errno::ESTALE);
+            }
+            self.keep_promise(idx);
+            if size > 0 {
+                self.truncate_to_nothing(idx);
+            }
+            return Ok(self.opened(idx, ino, flags, Mode::Direct));
+        }
+        if write {
+            let fresh = match &hot.phase {
+                Phase::Private(_) | Phase::Open => false,
+                Phase::Sealed => passthrough > 0 || (handles > 0 && !posix && !slot && size > 0),
+            };
+            if fresh && named {
+                self.copy_and_promise(idx)?;
+                return Err(Errno::ESTALE);
+            }
+            if fresh {
+                // A file without a name that others read: there is no name to look up again.
+                return Err(Errno::ETXTBSY);
+            }
+            if promised {
+                self.keep_promise(idx);
+            }
+            return Ok(self.opened(idx, ino, flags, Mode::Direct));
+        }
+        let eligible = self.may_passthrough(idx);
+        let current = self.hot(idx).and_then(|hot| hot.opened.iter().find(|opened| opened.ino == ino)).map(|o| o.mode);
+        let mode = match current {
+            Some(Mode::Passthrough) => Mode::Passthrough,
+            None if eligible => Mode::Passthrough,
+            None => Mode::Direct,
+            Some(Mode::Direct) => {
+                if eligible && named && self.ino(idx) == ino && self.make_alias(idx) {
+                    return Err(Errno::ESTALE);
+                }
+                Mode::Direct
+            }
+        };
+        match self.tier(idx) {
+            "l1" => self.counters.open_hits_l1 += 1,
+            "mixed" => self.counters.open_hits_mixed += 1,
+            _ => self.counters.open_hits_l2 += 1,
+        }
+        Ok(self.opened(idx, ino, flags, mode))
+    }
+
+    fn opened(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Opened {
+        self.touch(idx);
+        if !writes(flags) {
+            self.node_mut(idx).atime = now();
+        }
+        let handle = self.add_handle(idx, ino, flags, mode);
+        let slab = match mode {
+            Mode::Passthrough => self.hot(idx).and_then(|hot| hot.slab.clone()),
+            Mode::Direct => None,
+        };
+        Opened { handle, slab }
+    }
+
+    /// Another inode number for `idx`, unless it got one just now.
+    fn make_alias(&mut self, idx: Idx) -> bool {
+        let id = self.id(idx);
+        let at = Instant::now();
+        let alias = self.next_alias;
+        let hot = self.hot_mut(idx);
+        if hot.alias_made.is_some_and(|made| at.duration_since(made) < ALIAS_EVERY) {
+            return false;
+        }
+        hot.alias = Some(alias);
+        hot.alias_made = Some(at);
+        self.next_alias = (self.next_alias + 1).max(ALIAS_BASE);
+        self.aliases.insert(alias, id);
+        self.counters.aliases += 1;
+        true
+    }
+
+    fn release(&mut self, handle: &Handle) {
+        let Some(idx) = self.by_id(handle.id) else { return };
+        let hot = self.hot_mut(idx);
+        if let Some(at) = hot.opened.iter().position(|opened| opened.ino == handle.ino) {
+            hot.opened[at].handles -= 1;
+            if hot.opened[at].handles == 0 {
+                hot.opened.swap_remove(at);
+            }
+        }
+        if handle.mode == Mode::Passthrough
+            && let Some(slab) = &hot.slab
+        {
+            slab.touch_release();
+        }
+        if handle.writer {
+            hot.writers -= 1;
+        } else {
+            self.node_mut(idx).atime = now();
+        }
+        self.touch(idx);
+        self.close_if_done(idx);
+    }
+
+    /// After the last writable handle is gone, and no open is on its way, the version is complete.
+    pub fn close_if_done(&mut self, idx: Idx) {
+        let Some(hot) = self.hot(idx) else { return };
+        if hot.writers == 0 && hot.promised == 0 && hot.pins == 0 && !hot.sealed() {
+            self.complete(idx);
+        }
+        if self.tree.nodes.get(idx).is_some() {
+            self.tidy(idx);
+        }
+    }
+}
+
+enum Found {
+    /// And whether the kernel may remember it.
+    Node(Idx, bool),
+    Releasing(Idx),
+}
+
+impl Store {
+    pub fn lookup(self: &Arc<Self>, parent: u64, name: &[u8], caller: &Caller) -> Answer<Entry> {
+        self.with(|core| {
+            core.counters.lookups += 1;
+            let answer = core.lookup(parent, name, caller);
+            if let Answer::Now(Err(_)) = answer {
+                core.counters.lookup_misses += 1;
+            }
+            answer
+        })
+    }
+
+    /// Answers when the file that `lookup` met has been released, or after the bounded wait.
+    pub fn lookup_later(self: &Arc<Self>, parent: u64, name: &[u8], caller: &Caller, reply: EntryReply) {
+        self.with(|core| match core.find(parent, name, caller) {
+            Ok(Found::Releasing(idx)) => {
+                let deadline = Instant::now() + core.settings.publish_wait;
+                let id = core.id(idx);
+                let Ok(parent) = core.resolve_dir(parent) else { return core.reply(move || reply(Err(Errno::ENOENT))) };
+                core.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
+                core.deadlines.push((deadline, id));
+                core.counters.publish_waits += 1;
+                core.wakes.timer = true;
+            }
+            Ok(Found::Node(idx, shown)) => {
+                let entry = core.entry(idx, shown);
+                core.reply(move || reply(Ok(entry)));
+            }
+            Err(errno) => core.reply(move || reply(Err(errno))),
+        });
+    }
+
+    pub fn create(
+        self: &Arc<Self>,
+        parent: u64,
+        name: &[u8],
+        mode: u32,
+        flags: i32,
+        caller: &Caller,
+    ) -> Result<(Entry, Handle), Errno> {
+        let tgid = process_of(caller.tid);
+        self.with(|core| core.create(parent, name, mode, flags, caller, tgid))
+    }
+
+    /// A regular file made by mknod(2): visible at once and empty.
+    pub fn mknod(self: &Arc<Self>, parent: u64, name: &[u8], mode: u32, caller: &Caller) -> Result<Entry, Errno> {
+        if mode & libc::S_IFMT != libc::S_IFREG && mode & libc::S_IFMT != 0 {
+            return Err(Errno::EPERM);
+        }
+        self.with(|core| {
+            let visible = core.resolve_dir(parent).ok().and_then(|parent| core.tree.child(parent, name));
+            if visible.is_some() {
+                return Err(Errno::EEXIST);
+            }
+            let (_, handle) = core.create(parent, name, mode, libc::O_WRONLY, caller, 0)?;
+            let idx = handle.id.idx();
+            core.release(&handle);
+            Ok(core.entry(idx, true))
+        })
+    }
+
+    pub fn open(self: &Arc<Self>, ino: u64, flags: i32, caller: &Caller) -> Result<Opened, Errno> {
+        // Only a truncating open can make a private version, and only then does the process matter.
+        let tgid = if flags & libc::O_TRUNC != 0 { process_of(caller.tid) } else { 0 };
+        self.with(|core| core.open(ino, flags, caller, tgid))
+    }
+
+    /// A passthrough open that could not be answered after all.
+    pub fn open_failed(self: &Arc<Self>, handle: &Handle) {
+        self.release(handle);
+    }
+
+    /// A descriptor of the file was closed. Whether that was its maker dying shows only now.
+    pub fn flush(self: &Arc<Self>, handle: &Handle, caller: &Caller) {
+        if !handle.writer {
+            return;
+        }
+        let is_private =
+            |core: &Core| core.by_id(handle.id).and_then(|idx| core.hot(idx)).is_some_and(|hot| hot.private().is_some());
+        if !is_private(&self.lock()) {
+            return;
+        }
+        let killed = dying_of(caller.tid).is_some() && handle.maker != 0 && process_of(caller.tid) == handle.maker;
+        self.with(|core| {
+            let Some(idx) = core.by_id(handle.id) else { return };
+            if let Some(private) = core.hot_mut(idx).private_mut() {
+                private.flushed = true;
+                private.killed |= killed;
+            }
+        });
+    }
+
+    pub fn release(self: &Arc<Self>, handle: &Handle) {
+        self.with(|core| core.release(handle));
+    }
+}

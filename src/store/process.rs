@@ -1,0 +1,75 @@
+//! Who a request comes from, as far as `/proc` tells.
+//!
+//! A FUSE request names the calling *thread*. Private names belong to *processes* (rule R1), and
+//! whether a writer closed its file or was killed shows only in its `/proc/PID/stat` while its
+//! descriptors are being closed.
+
+use std::fs;
+
+/// The caller of a request.
+#[derive(Clone, Copy, Debug)]
+pub struct Caller {
+    /// The thread. 0 when the caller is in a pid namespace that this daemon cannot see.
+    pub tid: u32,
+    pub uid: u32,
+    pub gid: u32,
+}
+
+/// The process that thread `tid` belongs to; 0 where it cannot be known.
+pub fn process_of(tid: u32) -> u32 {
+    if tid == 0 {
+        return 0;
+    }
+    let Ok(status) = fs::read(format!("/proc/{tid}/status")) else { return 0 };
+    status
+        .split(|&byte| byte == b'\n')
+        .find_map(|line| line.strip_prefix(b"Tgid:"))
+        .and_then(|rest| std::str::from_utf8(rest).ok()?.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+/// Whether thread `tid` belongs to process `tgid`.
+pub fn is_thread_of(tid: u32, tgid: u32) -> bool {
+    tid != 0 && tgid != 0 && (tid == tgid || fs::metadata(format!("/proc/{tgid}/task/{tid}")).is_ok())
+}
+
+/// The kernel's flag in `/proc/PID/stat` for a task that is exiting (PF_EXITING).
+const EXITING: u64 = 4;
+
+/// The signal that thread `tid` is dying of, if it is.
+pub fn dying_of(tid: u32) -> Option<i32> {
+    let stat = fs::read_to_string(format!("/proc/{tid}/stat")).ok()?;
+    // The command name, in parentheses, may itself hold spaces and parentheses.
+    let (_, rest) = stat.rsplit_once(')')?;
+    let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
+    // Field 9 of stat(5) is the flags, field 52 the exit code; `rest` starts at field 3.
+    let flags: u64 = fields.get(9 - 3)?.parse().ok()?;
+    let code: i32 = fields.get(52 - 3)?.parse().ok()?;
+    (flags & EXITING != 0 && code & 0x7f != 0).then_some(code & 0x7f)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_finds_its_process() {
+        let tgid = std::process::id();
+        let tid = std::thread::spawn(|| {
+            let tid = nix::unistd::gettid().as_raw() as u32;
+            assert!(is_thread_of(tid, std::process::id()));
+            assert_eq!(process_of(tid), std::process::id());
+            tid
+        })
+        .join()
+        .unwrap_or(0);
+        assert_ne!(tid, tgid);
+        assert!(!is_thread_of(1, tgid));
+        assert_eq!(process_of(0), 0);
+    }
+
+    #[test]
+    fn the_living_die_of_nothing() {
+        assert_eq!(dying_of(std::process::id()), None);
+    }
+}

@@ -1,0 +1,394 @@
+//! Bringing blocks back from the device: promotion into L1, and reads that go around it (rules R2, R7, R9).
+//!
+//! Memory is taken before the first read is submitted, and belongs to the block from then on: a second reader
+//! waits for the same promotion. Every block is checked against its checksum before anybody sees it, also when only
+//! a part of the file is wanted.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use nix::errno::Errno;
+use parking_lot::Mutex;
+
+use super::core::{Core, Effect, HOLE};
+use super::hot::{BLOCK, BlockIo, Mem, Place, block_len, blocks_for};
+use super::node::{Idx, LOST, NodeId, SLOT};
+use super::{ReadReply, Store};
+use crate::l2::{Class, Direction, Io};
+use crate::memory::{AlignedBuf, Span};
+
+/// Blocks that are read and checked together: 1 MiB, as large as a client's read gets.
+const GROUP_BLOCKS: usize = 4;
+/// Memory for reads that go around L1 at one time; more of them wait their turn.
+const AROUND_BYTES_MAX: u64 = 64 << 20;
+
+/// Transfers from the device, to be submitted without the lock.
+pub struct Load {
+    device: usize,
+    class: Class,
+    parts: Vec<Part>,
+    /// Memory of holes inside the file.
+    zero: Vec<Span>,
+}
+
+struct Part {
+    offset: u64,
+    span: Span,
+    group: Arc<Group>,
+}
+
+/// What must be there before anything of it is used.
+pub struct Group {
+    id: NodeId,
+    checks: Vec<Check>,
+    remaining: AtomicU32,
+    failed: Mutex<Option<io::Error>>,
+    target: Mutex<Option<Target>>,
+}
+
+/// One block's bytes as they were written, whole pages, and their checksum.
+struct Check {
+    index: usize,
+    parts: Vec<Span>,
+    crc: u32,
+}
+
+enum Target {
+    L1,
+    Around { span: Span, from: usize, len: usize, reply: ReadReply },
+}
+
+/// A read that waits for room to go around L1.
+pub struct AroundRead {
+    pub id: NodeId,
+    pub offset: u64,
+    pub len: usize,
+    pub reply: ReadReply,
+}
+
+fn place_bytes(place: &Place) -> usize {
+    place.iter().map(|extent| extent.blocks as usize * 4096).sum()
+}
+
+/// Cuts `place` into reads into `span`, whose start is the block's start. Returns what is to be read, the memory
+/// of the bytes that were written, and the memory that stays zero.
+fn cut(place: &Place, span: &Span) -> (Vec<(u64, Span)>, Vec<Span>, Vec<Span>) {
+    let (mut reads, mut written, mut zero) = (Vec::new(), Vec::new(), Vec::new());
+    let mut at = 0;
+    for extent in place {
+        let len = (extent.blocks as usize * 4096).min(span.len() - at);
+        if len == 0 {
+            break;
+        }
+        let part = span.slice(at..at + len);
+        if extent.start == HOLE {
+            zero.push(part);
+        } else {
+            written.push(part.clone());
+            reads.push((extent.start * 4096, part));
+        }
+        at += len;
+    }
+    if at < span.len() {
+        zero.push(span.slice(at..span.len()));
+    }
+    (reads, written, zero)
+}
+
+impl Core {
+    /// Starts to bring `range` of `idx` into L1; what is there or on its way is left alone. False: no memory.
+    pub fn load_blocks(&mut self, idx: Idx, range: Range<usize>, demand: bool) -> bool {
+        self.size_blocks(idx);
+        let range = if self.take_promotion_slab(idx) { 0..blocks_for(self.node(idx).size) } else { range };
+        let size = self.node(idx).size;
+        let whole = self.hot(idx).is_some_and(|hot| hot.slab.is_some());
+        let id = self.id(idx);
+        let mut load = Load {
+            device: usize::from(self.node(idx).device),
+            class: if demand { Class::Demand } else { Class::Promotion },
+            parts: Vec::new(),
+            zero: Vec::new(),
+        };
+        let mut complete = true;
+        let mut index = range.start;
+        while index < range.end {
+            let mut checks = Vec::new();
+            let mut reads: Vec<(u64, Span)> = Vec::new();
+            let stop = range.end.min(index + if whole { GROUP_BLOCKS } else { 1 });
+            for at in index..stop {
+                let block = &self.hot_mut(idx).blocks[at];
+                let hole = block.mem.is_none() && !self.has_place(idx, at);
+                let block = &self.hot_mut(idx).blocks[at];
+                if block.resident() || block.io == BlockIo::Reading || block.bad || (hole && !whole) {
+                    continue;
+                }
+                let place = self.place(idx, at);
+                if !self.take_load_memory(idx, at, whole, block_len(size, at).max(place_bytes(&place))) {
+                    complete = false;
+                    continue;
+                }
+                let Some(span) = self.hot(idx).and_then(|hot| hot.span(at)) else { continue };
+                let (to_read, written, zero) = cut(&place, &span);
+                load.zero.extend(zero);
+                if to_read.is_empty() {
+                    continue;
+                }
+                self.hot_mut(idx).blocks[at].io = BlockIo::Reading;
+                let crc = self.block_crc(idx, at).unwrap_or(0);
+                checks.push(Check { index: at, parts: written, crc });
+                for (offset, span) in to_read {
+                    match reads.last_mut() {
+                        Some((last, before)) if *last + before.len() as u64 == offset && before.is_followed_by(&span) => {
+                            *before = before.joined(&span);
+                        }
+                        _ => reads.push((offset, span)),
+                    }
+                }
+            }
+            index = stop;
+            if checks.is_empty() {
+                continue;
+            }
+            let group = Arc::new(Group {
+                id,
+                checks,
+                remaining: AtomicU32::new(reads.len() as u32),
+                failed: Mutex::new(None),
+                target: Mutex::new(Some(Target::L1)),
+            });
+            self.counters.promoting += 1;
+            self.hot_mut(idx).transfers += 1;
+            load.parts.extend(reads.into_iter().map(|(offset, span)| Part { offset, span, group: group.clone() }));
+        }
+        if !load.parts.is_empty() || !load.zero.is_empty() {
+            self.effects.push(Effect::Load(load));
+        }
+        self.tidy_list(idx);
+        complete
+    }
+
+    /// Takes a slab for the whole of a sealed file of which nothing is in L1, so that later opens get passthrough.
+    fn take_promotion_slab(&mut self, idx: Idx) -> bool {
+        let node = self.node(idx);
+        let size = node.size;
+        let Some(hot) = &node.hot else { return false };
+        if !hot.sealed()
+            || hot.slab.is_some()
+            || node.has(SLOT | LOST)
+            || size <= self.settings.small_file_max
+            || size > self.settings.slab_file_max
+            || hot.blocks.iter().any(|block| !block.mem.is_none() || block.bad)
+        {
+            return false;
+        }
+        let last = blocks_for(size) - 1;
+        if place_bytes(&self.place(idx, last)) > (block_len(size, last)).next_multiple_of(4096) {
+            return false;
+        }
+        let Ok(pages) = u32::try_from(size.div_ceil(4096)) else { return false };
+        let Some(slab) = self.alloc_slab(pages, idx) else { return false };
+        if slab.set_len(size).is_err() {
+            return false;
+        }
+        slab.announce();
+        self.hot_mut(idx).slab = Some(slab);
+        self.hot_mut(idx).promoted_unread = true;
+        self.counters.promotions += 1;
+        self.counters.promoted_bytes += size;
+        true
+    }
+
+    fn take_load_memory(&mut self, idx: Idx, index: usize, whole: bool, len: usize) -> bool {
+        let mem = if whole {
+            Mem::Slab
+        } else {
+            let Some(chunk) = self.alloc_chunk(len) else { return false };
+            self.counters.promotions += 1;
+            self.counters.promoted_bytes += len as u64;
+            Mem::Chunk(chunk)
+        };
+        self.hot_mut(idx).blocks[index].mem = mem;
+        true
+    }
+
+    fn tidy_list(&mut self, idx: Idx) {
+        if self.hot(idx).is_some_and(|hot| hot.in_l1_list) && !self.may_drop(idx) {
+            self.droppable.remove::<super::lists::Droppable>(&mut self.tree.nodes, idx);
+        }
+    }
+
+    /// Reads a range from the device without keeping it, or queues the read if too many do so.
+    pub fn read_around(&mut self, read: AroundRead) {
+        let Some(idx) = self.by_id(read.id) else {
+            return self.reply(move || (read.reply)(Err(Errno::EIO)));
+        };
+        let size = self.node(idx).size;
+        let (first, last) = ((read.offset / BLOCK) as usize, ((read.offset + read.len as u64 - 1) / BLOCK) as usize);
+        let bytes = (last - first + 1) as u64 * BLOCK;
+        if self.around_bytes > 0 && self.around_bytes + bytes > AROUND_BYTES_MAX {
+            self.around_waiting.push_back(read);
+            return;
+        }
+        let span = AlignedBuf::zeroed(bytes as usize).into_span();
+        let (mut checks, mut reads) = (Vec::new(), Vec::new());
+        for index in first..=last.min(blocks_for(size).saturating_sub(1)) {
+            let at = (index - first) * BLOCK as usize;
+            let into = span.slice(at..at + BLOCK as usize);
+            let hot = self.hot(idx);
+            if hot.is_some_and(|hot| hot.blocks.get(index).is_some_and(|block| block.bad)) {
+                return self.reply(move || (read.reply)(Err(Errno::EIO)));
+            }
+            if let Some(from) = hot
+                .filter(|hot| hot.blocks.get(index).is_some_and(super::hot::Block::resident))
+                .and_then(|hot| hot.span(index))
+            {
+                into.copy_from_span(&from);
+                continue;
+            }
+            let (to_read, written, _) = cut(&self.place(idx, index), &into);
+            if !to_read.is_empty() {
+                checks.push(Check { index, parts: written, crc: self.block_crc(idx, index).unwrap_or(0) });
+                reads.extend(to_read);
+            }
+        }
+        let from = (read.offset - first as u64 * BLOCK) as usize;
+        if reads.is_empty() {
+            let AroundRead { len, reply, .. } = read;
+            return self.reply(move || span.slice(from..from + len).with_bytes(|bytes| reply(Ok(bytes))));
+        }
+        self.around_bytes += bytes;
+        self.counters.around_reads += 1;
+        let group = Arc::new(Group {
+            id: read.id,
+            checks,
+            remaining: AtomicU32::new(reads.len() as u32),
+            failed: Mutex::new(None),
+            target: Mutex::new(Some(Target::Around { span, from, len: read.len, reply: read.reply })),
+        });
+        self.counters.promoting += 1;
+        self.hot_mut(idx).transfers += 1;
+        let parts = reads.into_iter().map(|(offset, span)| Part { offset, span, group: group.clone() }).collect();
+        let device = usize::from(self.node(idx).device);
+        self.effects.push(Effect::Load(Load { device, class: Class::Demand, parts, zero: Vec::new() }));
+        self.tidy_list(idx);
+    }
+
+    /// A group has been read and checked; `bad` are the blocks that are not what was written.
+    fn loaded(&mut self, group: &Group, target: Target, bad: &[usize], why: &str) {
+        self.counters.promoting -= 1;
+        let Some(idx) = self.by_id(group.id) else { return };
+        let size = self.node(idx).size;
+        let sealed = self.hot(idx).is_some_and(super::hot::Hot::sealed);
+        let whole_loss = !bad.is_empty() && sealed && !self.node(idx).has(SLOT);
+        let hot = self.hot_mut(idx);
+        hot.transfers -= 1;
+        let in_l1 = matches!(target, Target::L1);
+        for check in &group.checks {
+            let Some(block) = hot.blocks.get_mut(check.index) else { continue };
+            if in_l1 && block.io == BlockIo::Reading {
+                block.io = BlockIo::Idle;
+                block.referenced = true;
+            }
+            if bad.contains(&check.index) {
+                if in_l1 {
+                    block.mem = Mem::None;
+                }
+                block.bad = true;
+            }
+        }
+        for check in &group.checks {
+            self.counters.read_l2_bytes += block_len(size, check.index) as u64;
+        }
+        if !bad.is_empty() && !self.node(idx).has(LOST) {
+            if whole_loss {
+                self.lose(idx, why);
+            } else {
+                let path = self.tree.path(idx);
+                self.event(format!("bad block in {path}: {why}"));
+            }
+        }
+        if let Target::Around { span, from, len, reply } = target {
+            self.around_bytes = self.around_bytes.saturating_sub(span.len() as u64);
+            let failed = !bad.is_empty();
+            self.counters.read_around_bytes += len as u64;
+            self.reply(move || {
+                if failed {
+                    reply(Err(Errno::EIO));
+                } else {
+                    span.slice(from..from + len).with_bytes(|bytes| reply(Ok(bytes)));
+                }
+            });
+            if let Some(next) = self.around_waiting.pop_front() {
+                self.read_around(next);
+            }
+        }
+        if self.tree.nodes.get(idx).is_some() {
+            self.answer_reads(idx);
+        }
+        self.wakes.admission |= !self.waiters.is_empty();
+        if self.tree.nodes.get(idx).is_some() {
+            self.close_if_done(idx);
+        }
+    }
+}
+
+impl Store {
+    pub(crate) fn submit_load(self: &Arc<Self>, load: Load) {
+        for span in &load.zero {
+            span.zero(0..span.len());
+        }
+        let Some(volume) = &self.volume else { return };
+        let engine = volume.engine(load.device);
+        for part in load.parts {
+            let store = self.clone();
+            let group = part.group;
+            engine.submit(Io {
+                direction: Direction::Read,
+                class: load.class,
+                offset: volume.data_offset(load.device) + part.offset,
+                span: part.span,
+                done: Box::new(move |result| {
+                    if let Err(error) = result {
+                        group.failed.lock().get_or_insert(error);
+                    }
+                    if group.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
+                        let at = store.clone();
+                        store.completions.push(Box::new(move || at.finish_load(&group)));
+                    }
+                }),
+            });
+        }
+    }
+
+    /// Checks what has come, on a completion thread.
+    fn finish_load(self: &Arc<Self>, group: &Group) {
+        let Some(target) = group.target.lock().take() else { return };
+        let failed = group.failed.lock().take();
+        let (bad, why): (Vec<usize>, String) = match failed {
+            Some(error) => {
+                self.with(|core| core.counters.read_errors += 1);
+                (group.checks.iter().map(|check| check.index).collect(), format!("reading it from the device failed: {error}"))
+            }
+            None => {
+                let bad: Vec<usize> =
+                    group.checks.iter().filter(|check| crc_of(&check.parts) != check.crc).map(|c| c.index).collect();
+                if !bad.is_empty() {
+                    self.with(|core| core.counters.crc_errors += 1);
+                }
+                (bad, "its checksum does not match what is on the device".to_owned())
+            }
+        };
+        self.with(|core| core.loaded(group, target, &bad, &why));
+    }
+}
+
+/// CRC-32C over spans in order.
+pub fn crc_of(parts: &[Span]) -> u32 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    for part in parts {
+        part.with_bytes(|bytes| digest.update(bytes));
+    }
+    digest.finalize() as u32
+}

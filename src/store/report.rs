@@ -1,0 +1,69 @@
+//! One consistent picture of the store, for status, stats and metrics.
+
+use std::sync::Arc;
+
+use super::Store;
+use crate::l1::PoolStats;
+use crate::l2::EngineGauges;
+use crate::stats::Counters;
+
+/// Everything that the control files tell, at one instant.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    pub counters: Counters,
+    pub pool: PoolStats,
+    pub files: u64,
+    pub directories: u64,
+    pub private_files: u64,
+    pub capacity_bytes: u64,
+    pub used_bytes: u64,
+    pub used_peak_bytes: u64,
+    pub dirty_bytes: u64,
+    pub dirty_peak_bytes: u64,
+    pub dirty_limit_bytes: u64,
+    pub queued_files: u64,
+    pub waiting_changes: u64,
+    pub writeback_in_flight_bytes: u64,
+    pub open_files: u64,
+    pub poisoned: bool,
+    pub passthrough: bool,
+    pub memory_only: bool,
+    /// One for each device of L2: its path, its engine, and what that is doing.
+    pub devices: Vec<(String, &'static str, EngineGauges)>,
+}
+
+impl Store {
+    pub fn snapshot(self: &Arc<Self>) -> Snapshot {
+        let devices = match &self.volume {
+            Some(volume) => volume.gauges(),
+            None => Vec::new(),
+        };
+        let core = self.lock();
+        Snapshot {
+            counters: core.counters.clone(),
+            pool: core.pool.stats(),
+            files: core.tree.files,
+            directories: core.tree.dirs,
+            private_files: core.tree.private_count() as u64,
+            capacity_bytes: if core.settings.memory_only { 0 } else { core.settings.capacity_pages * 4096 },
+            used_bytes: core.space.used() * 4096,
+            used_peak_bytes: core.space.peak * 4096,
+            dirty_bytes: core.dirty_pages * 4096,
+            dirty_peak_bytes: core.counters.dirty_peak_pages * 4096,
+            dirty_limit_bytes: core.settings.dirty_limit_pages * 4096,
+            queued_files: core.queue.len() as u64,
+            waiting_changes: core.waiters.len() as u64,
+            writeback_in_flight_bytes: core.queue.in_flight,
+            open_files: 0,
+            poisoned: core.poisoned,
+            passthrough: core.settings.passthrough,
+            memory_only: core.settings.memory_only,
+            devices,
+        }
+    }
+
+    /// Whether the kernel shall read resident files by itself; decided once, when the mount is made.
+    pub fn set_passthrough(self: &Arc<Self>, on: bool) {
+        self.with(|core| core.settings.passthrough = on);
+    }
+}

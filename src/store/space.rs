@@ -1,0 +1,194 @@
+//! Room: in L1, on the device, and what leaves to make it (rules R7, R8).
+
+use std::time::Instant;
+
+use nix::errno::Errno;
+
+use super::change::Stop;
+use super::core::Core;
+use super::hot::{Block, BlockIo, Mem, WriteBack};
+use super::lists::{Chain, Ends, Recency};
+use super::node::{COMMITTED, Idx, Kind, LOST, NONE};
+use crate::l1::{Chunk, Slab};
+
+/// How many files a search for one that may leave looks at. What may not leave is open, dirty or new, and so is
+/// mostly at the other end of the list.
+const SEARCH_MAX: usize = 4096;
+/// How many files may be dropped from L1 for one request for memory.
+const DROPS_MAX: usize = 4096;
+/// How many blocks of one large file are dropped at a time.
+const DROP_BLOCKS: usize = 16;
+
+impl Core {
+    /// A slab of `pages` pages for `idx`, dropping from L1 what it takes.
+    pub fn alloc_slab(&mut self, pages: u32, idx: Idx) -> Option<Slab> {
+        let owner = self.owner(idx);
+        for _ in 0..DROPS_MAX {
+            if let Some(slab) = self.pool.slab(pages, owner) {
+                return Some(slab);
+            }
+            if !self.drop_some(idx) {
+                return None;
+            }
+        }
+        None
+    }
+
+    pub fn alloc_chunk(&mut self, len: usize) -> Option<Chunk> {
+        for _ in 0..DROPS_MAX {
+            if let Some(chunk) = self.pool.chunk(len) {
+                return Some(chunk);
+            }
+            if !self.drop_some(NONE) {
+                return None;
+            }
+        }
+        None
+    }
+
+    /// Drops something from L1, but not what belongs to `keep`. Without L2, that is a whole file.
+    pub fn drop_some(&mut self, keep: Idx) -> bool {
+        if self.settings.memory_only {
+            return self.settings.evict && self.evict_file_but(keep);
+        }
+        let mut at = self.droppable.back;
+        let mut looked = 0;
+        while at != NONE && looked < SEARCH_MAX {
+            let next = Ends::towards_front::<super::lists::Droppable>(&mut self.tree.nodes, at);
+            if at != keep && self.may_drop(at) {
+                self.drop_residency(at);
+                return true;
+            }
+            at = next;
+            looked += 1;
+        }
+        false
+    }
+
+    /// Whether L1 may drop some of the file right now.
+    pub fn may_drop(&self, idx: Idx) -> bool {
+        if self.settings.memory_only {
+            return false;
+        }
+        let node = self.node(idx);
+        let Some(hot) = &node.hot else { return false };
+        if hot.passthrough_handles() > 0 || hot.pins > 0 || hot.based > 0 || hot.promoting > 0 || !hot.reads.is_empty() {
+            return false;
+        }
+        if hot.slab.is_some() {
+            // A slab leaves whole.
+            return hot.sealed()
+                && hot.transfers == 0
+                && hot.blocks.iter().all(|block| !block.dirty && block.io == BlockIo::Idle)
+                && (!hot.placed || hot.blocks.iter().all(|block| !block.place.is_empty()))
+                && (hot.placed || !node.extents.as_slice().is_empty());
+        }
+        hot.blocks.iter().enumerate().any(|(index, block)| self.block_droppable(idx, index, block))
+    }
+
+    fn block_droppable(&self, idx: Idx, index: usize, block: &Block) -> bool {
+        !block.mem.is_none() && !block.dirty && block.io == BlockIo::Idle && self.has_place(idx, index)
+    }
+
+    /// Drops clean blocks of the file; it stays on the device.
+    fn drop_residency(&mut self, idx: Idx) {
+        self.counters.evictions_l1 += 1;
+        let Some(hot) = self.tree.nodes[idx].hot.as_mut() else { return };
+        if std::mem::take(&mut hot.promoted_unread) {
+            self.counters.promoted_unread += 1;
+        }
+        if hot.slab.is_some() {
+            hot.slab = None;
+            for block in &mut hot.blocks {
+                block.mem = Mem::None;
+            }
+        } else {
+            let count = hot.blocks.len();
+            let mut dropped = 0;
+            for _ in 0..2 * count {
+                let hot = self.hot_mut(idx);
+                let index = hot.clock % count;
+                hot.clock = index + 1;
+                if std::mem::take(&mut hot.blocks[index].referenced) {
+                    continue;
+                }
+                let block = &self.hot_mut(idx).blocks[index];
+                let droppable = !block.mem.is_none() && !block.dirty && block.io == BlockIo::Idle;
+                if droppable && self.has_place(idx, index) {
+                    self.hot_mut(idx).blocks[index].mem = Mem::None;
+                    dropped += 1;
+                    if dropped == DROP_BLOCKS {
+                        break;
+                    }
+                }
+            }
+        }
+        self.tidy(idx);
+    }
+
+    /// Sets `pages` of the device aside. Files that nobody uses leave for it, the longest unused first.
+    pub fn reserve(&mut self, pages: u64) -> Result<(), Stop> {
+        while self.space.used() + pages > self.settings.capacity_pages {
+            if !self.settings.evict {
+                return Err(Stop::Fail(Errno::ENOSPC));
+            }
+            if !self.evict_file() {
+                // What is being stored can leave once it is; if nothing is, all that is left is in use.
+                let coming = self.queue.pending() || self.space.leaving > 0;
+                return Err(if coming { Stop::Room } else { Stop::Fail(Errno::ENOSPC) });
+            }
+        }
+        self.space.reserved += pages;
+        self.space.peak = self.space.peak.max(self.space.used());
+        Ok(())
+    }
+
+    pub fn evict_file(&mut self) -> bool {
+        self.evict_file_but(NONE)
+    }
+
+    /// R8: the least recently used file that nobody uses leaves, whole, and its name with it.
+    fn evict_file_but(&mut self, keep: Idx) -> bool {
+        let mut at = self.recency.back;
+        for _ in 0..SEARCH_MAX {
+            if at == NONE {
+                return false;
+            }
+            let next = Ends::towards_front::<Recency>(&mut self.tree.nodes, at);
+            if at != keep && self.may_evict(at) {
+                let pages = if self.settings.memory_only { 0 } else { self.device_pages(at) };
+                self.counters.evictions_l2 += 1;
+                self.counters.evicted_bytes += pages * 4096;
+                log::debug!("evict {}", self.tree.path(at));
+                self.invalidate(at);
+                self.drop_name(at, None, true);
+                return true;
+            }
+            at = next;
+        }
+        false
+    }
+
+    /// Whole and never while open, leased, or not yet stored.
+    fn may_evict(&mut self, idx: Idx) -> bool {
+        debug_assert!(Recency::listed(&self.tree.nodes, idx));
+        let now = Instant::now();
+        let memory_only = self.settings.memory_only;
+        let node = self.node(idx);
+        if node.kind() != Kind::File || node.has(LOST) || (!memory_only && !node.has(COMMITTED)) {
+            return false;
+        }
+        let Some(hot) = &node.hot else { return true };
+        hot.sealed()
+            && hot.handles() == 0
+            && (hot.promised == 0 || hot.promised_until.is_some_and(|until| until < now))
+            && hot.pins == 0
+            && hot.transfers == 0
+            && hot.based == 0
+            && hot.base.is_none()
+            && hot.reads.is_empty()
+            && hot.write_back == WriteBack::None
+            && hot.supersedes.is_empty()
+            && !hot.dirty_blocks()
+    }
+}

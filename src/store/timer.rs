@@ -1,0 +1,117 @@
+//! What happens because time passes: bounded waits end, promises grow old, L1's slabs are tended.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+
+use super::Store;
+use super::core::Core;
+use super::node::{Idx, NodeId};
+
+/// How often L1 is tended when nothing else is due.
+const TEND_EVERY: Duration = Duration::from_millis(100);
+
+impl Core {
+    fn due(&mut self, id: NodeId, now: Instant) {
+        let Some(idx) = self.by_id(id) else { return };
+        self.end_waits(idx, now);
+        let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
+        if hot.promised > 0 && hot.promised_until.is_some_and(|until| until <= now) {
+            hot.promised = 0;
+            self.close_if_done(idx);
+        }
+    }
+
+    fn end_waits(&mut self, idx: Idx, now: Instant) {
+        let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
+        if hot.lookups.iter().any(|lookup| lookup.deadline <= now) {
+            if let Some(private) = hot.private_mut() {
+                private.waited = true;
+            }
+            self.answer_lookups(idx);
+        }
+        let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
+        let (over, waiting): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut hot.reads).into_iter().partition(|read| read.deadline <= now);
+        hot.reads = waiting;
+        let next = hot.reads.iter().map(|read| read.deadline).min();
+        if let Some(next) = next {
+            let id = self.id(idx);
+            self.deadlines.push((next, id));
+        }
+        for read in over {
+            self.counters.timeouts += 1;
+            self.reply(move || (read.reply)(Err(Errno::EIO)));
+        }
+    }
+
+    /// Changes that have waited too long: the device makes no progress any more.
+    fn end_changes(&mut self, now: Instant) {
+        while self.waiters.iter().any(|waiter| waiter.deadline <= now) {
+            let Some(at) = self.waiters.iter().position(|waiter| waiter.deadline <= now) else { return };
+            let Some(waiter) = self.waiters.remove(at) else { return };
+            self.counters.timeouts += 1;
+            self.event("a write waited for room until its deadline".to_owned());
+            self.reply(move || waiter.change.fail(Errno::EIO));
+            self.wakes.admission = true;
+        }
+    }
+}
+
+impl Store {
+    pub(crate) fn run_timer(self: &Arc<Self>) {
+        let mut tend = Instant::now();
+        loop {
+            let now = Instant::now();
+            let mut core = self.lock();
+            if core.stopping {
+                return;
+            }
+            let next = core.deadlines.next().map_or(tend, |next| next.min(tend));
+            if next > now {
+                self.wake_timer.wait_until(&mut core, next);
+                if core.stopping {
+                    return;
+                }
+            }
+            let now = Instant::now();
+            while let Some(id) = core.deadlines.due(now) {
+                core.due(id, now);
+            }
+            if tend <= now {
+                core.end_changes(now);
+                if !core.waiters.is_empty() {
+                    core.wakes.admission = true;
+                    core.wakes.writer = true;
+                }
+            }
+            self.settle(core);
+            if tend <= now {
+                self.pool.tend();
+                tend = Instant::now() + TEND_EVERY;
+            }
+        }
+    }
+
+    /// Tries waiting changes when something they may need was given back.
+    pub(crate) fn run_admission(self: &Arc<Self>) {
+        loop {
+            let mut core = self.lock();
+            if core.stopping {
+                for waiter in std::mem::take(&mut core.waiters) {
+                    core.reply(move || waiter.change.fail(Errno::EIO));
+                }
+                self.settle(core);
+                return;
+            }
+            let calls = core.calls.admission;
+            drop(core);
+            self.admit();
+            let mut core = self.lock();
+            if core.calls.admission == calls && !core.stopping {
+                self.wake_admission.wait(&mut core);
+            }
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Names: the tree that everybody sees, and the private names that only their makers see (rule R1).
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hash, Hasher};
+
+use hashbrown::{DefaultHashBuilder, HashTable};
+use smallvec::SmallVec;
+
+use super::node::{Arena, Idx, Kind, MOVED, NAMED, NONE, Node, ROOT};
+
+#[derive(Default)]
+pub struct Tree {
+    pub nodes: Arena,
+    /// Every visible name, by parent and name. Holds positions only: the name is in the node.
+    names: HashTable<Idx>,
+    hasher: DefaultHashBuilder,
+    /// Versions under construction, by the name they will have. Newest last.
+    privates: HashMap<(Idx, Box<[u8]>), SmallVec<[Idx; 1]>>,
+    pub files: u64,
+    pub dirs: u64,
+}
+
+fn hash_of(hasher: &DefaultHashBuilder, parent: Idx, name: &[u8]) -> u64 {
+    let mut state = hasher.build_hasher();
+    parent.hash(&mut state);
+    name.hash(&mut state);
+    state.finish()
+}
+
+impl Tree {
+    pub fn child(&self, parent: Idx, name: &[u8]) -> Option<Idx> {
+        let hash = hash_of(&self.hasher, parent, name);
+        self.names
+            .find(hash, |&idx| {
+                let node = &self.nodes[idx];
+                node.parent == parent && *node.name == *name
+            })
+            .copied()
+    }
+
+    /// Gives `idx` the name `name` in `parent`, where no such name is.
+    ///
+    /// # Panics
+    /// If `parent` is no directory.
+    pub fn link(&mut self, idx: Idx, parent: Idx, name: &[u8]) {
+        debug_assert!(self.child(parent, name).is_none(), "a name has one node");
+        let kind = self.nodes[idx].kind();
+        let dir = self.nodes[parent].dir_mut().unwrap_or_else(|| panic!("{parent} is a directory"));
+        let seq = dir.next_seq;
+        dir.next_seq += 1;
+        dir.children.insert(seq, idx);
+        dir.subdirs += u32::from(kind == Kind::Dir);
+        let node = &mut self.nodes[idx];
+        node.parent = parent;
+        node.name = name.into();
+        node.seq = seq;
+        node.set(NAMED, true);
+        node.set(MOVED, false);
+        match kind {
+            Kind::Dir => self.dirs += 1,
+            _ => self.files += 1,
+        }
+        self.index(idx);
+    }
+
+    /// Gives a node from the catalog back the name and the cookie it had.
+    ///
+    /// # Panics
+    /// If `parent` is no directory.
+    pub fn link_restored(&mut self, idx: Idx, parent: Idx) {
+        let (kind, seq) = (self.nodes[idx].kind(), self.nodes[idx].seq);
+        let dir = self.nodes[parent].dir_mut().unwrap_or_else(|| panic!("{parent} is a directory"));
+        dir.next_seq = dir.next_seq.max(seq + 1);
+        dir.children.insert(seq, idx);
+        dir.subdirs += u32::from(kind == Kind::Dir);
+        self.nodes[idx].parent = parent;
+        self.nodes[idx].set(NAMED, true);
+        match kind {
+            Kind::Dir => self.dirs += 1,
+            _ => self.files += 1,
+        }
+        self.index(idx);
+    }
+
+    /// Enters a node that already knows its parent and name into the table.
+    fn index(&mut self, idx: Idx) {
+        let Self { nodes, names, hasher, .. } = self;
+        let node = &nodes[idx];
+        let hash = hash_of(hasher, node.parent, &node.name);
+        names.insert_unique(hash, idx, |&other| {
+            let node = &nodes[other];
+            hash_of(hasher, node.parent, &node.name)
+        });
+    }
+
+    /// Makes room for the names of a store that is being read.
+    pub fn reserve(&mut self, names: usize) {
+        let Self { nodes, names: table, hasher, .. } = self;
+        table.reserve(names, |&other| {
+            let node = &nodes[other];
+            hash_of(hasher, node.parent, &node.name)
+        });
+    }
+
+    /// Takes the name away. The node keeps what it was called, for messages and for its record.
+    pub fn unlink(&mut self, idx: Idx) {
+        let node = &mut self.nodes[idx];
+        if !node.has(NAMED) {
+            return;
+        }
+        node.set(NAMED, false);
+        let (parent, seq, kind) = (node.parent, node.seq, node.kind());
+        let hash = hash_of(&self.hasher, parent, &node.name);
+        if let Ok(entry) = self.names.find_entry(hash, |&other| other == idx) {
+            entry.remove();
+        }
+        if let Some(dir) = self.nodes.get_mut(parent).and_then(Node::dir_mut) {
+            dir.children.remove(&seq);
+            dir.subdirs -= u32::from(kind == Kind::Dir);
+        }
+        match kind {
+            Kind::Dir => self.dirs -= 1,
+            _ => self.files -= 1,
+        }
+    }
+
+    pub fn add_private(&mut self, idx: Idx, parent: Idx, name: &[u8]) {
+        self.privates.entry((parent, name.into())).or_default().push(idx);
+    }
+
+    pub fn remove_private(&mut self, idx: Idx, parent: Idx, name: &[u8]) {
+        let key = (parent, Box::from(name));
+        if let Some(list) = self.privates.get_mut(&key) {
+            list.retain(|&mut other| other != idx);
+            if list.is_empty() {
+                self.privates.remove(&key);
+            }
+        }
+    }
+
+    pub fn privates(&self, parent: Idx, name: &[u8]) -> &[Idx] {
+        if self.privates.is_empty() {
+            return &[];
+        }
+        // The borrowed form of the key would need an owned name; private names are few and short-lived.
+        self.privates.get(&(parent, Box::from(name))).map_or(&[], SmallVec::as_slice)
+    }
+
+    pub fn private_count(&self) -> usize {
+        self.privates.len()
+    }
+
+    /// The path from the mount point, for people.
+    pub fn path(&self, idx: Idx) -> String {
+        let mut parts = Vec::new();
+        let mut at = idx;
+        while at != ROOT && at != NONE && parts.len() < 128 {
+            let Some(node) = self.nodes.get(at) else { break };
+            parts.push(String::from_utf8_lossy(&node.name).into_owned());
+            at = node.parent;
+        }
+        parts.reverse();
+        parts.join("/")
+    }
+
+    /// Whether `ancestor` is `idx` or above it.
+    pub fn is_within(&self, idx: Idx, ancestor: Idx) -> bool {
+        let mut at = idx;
+        loop {
+            if at == ancestor {
+                return true;
+            }
+            if at == ROOT || at == NONE {
+                return false;
+            }
+            at = self.nodes.get(at).map_or(NONE, |node| node.parent);
+        }
+    }
+
+    /// The directory right below the root that `idx` is in: tenants and models are kept apart there.
+    pub fn namespace(&self, mut parent: Idx) -> Idx {
+        while parent != ROOT && parent != NONE {
+            let up = self.nodes.get(parent).map_or(NONE, |node| node.parent);
+            if up == ROOT {
+                return parent;
+            }
+            parent = up;
+        }
+        ROOT
+    }
+
+    /// Whether files here are visible at once (`user.kv.publish=posix` on the directory or above it).
+    pub fn posix(&self, parent: Idx) -> bool {
+        let mut at = parent;
+        loop {
+            let Some(node) = self.nodes.get(at) else { return false };
+            if node.dir().is_some_and(|dir| dir.posix) {
+                return true;
+            }
+            if at == ROOT || at == NONE {
+                return false;
+            }
+            at = node.parent;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::node::{Detail, Dir};
+    use super::*;
+
+    fn tree() -> Tree {
+        let mut tree = Tree::default();
+        tree.nodes.insert(Node::new(Detail::Dir(Box::default()), 0o755, 0, 0, 0));
+        tree
+    }
+
+    fn file(tree: &mut Tree) -> Idx {
+        tree.nodes.insert(Node::new(Detail::File, 0o644, 0, 0, 0))
+    }
+
+    #[test]
+    fn names_are_found_until_unlinked() {
+        let mut tree = tree();
+        let a = file(&mut tree);
+        tree.link(a, ROOT, b"a");
+        assert_eq!(tree.child(ROOT, b"a"), Some(a));
+        assert_eq!(tree.child(ROOT, b"b"), None);
+        tree.unlink(a);
+        assert_eq!(tree.child(ROOT, b"a"), None);
+        assert_eq!(tree.files, 0);
+    }
+
+    #[test]
+    fn many_names_survive_the_table_growing() {
+        let mut tree = tree();
+        let all: Vec<_> = (0..10_000u32)
+            .map(|i| {
+                let idx = file(&mut tree);
+                tree.link(idx, ROOT, &i.to_le_bytes());
+                idx
+            })
+            .collect();
+        for (i, idx) in all.iter().enumerate() {
+            assert_eq!(tree.child(ROOT, &(i as u32).to_le_bytes()), Some(*idx));
+        }
+    }
+
+    #[test]
+    fn cookies_are_never_used_again() {
+        let mut tree = tree();
+        let a = file(&mut tree);
+        tree.link(a, ROOT, b"a");
+        let first = tree.nodes[a].seq;
+        tree.unlink(a);
+        tree.link(a, ROOT, b"a");
+        assert!(tree.nodes[a].seq > first);
+    }
+
+    #[test]
+    fn the_namespace_is_the_directory_below_the_root() {
+        let mut tree = tree();
+        let mut dir = || Node::new(Detail::Dir(Box::<Dir>::default()), 0o755, 0, 0, 0);
+        let (a, b) = (tree.nodes.insert(dir()), tree.nodes.insert(dir()));
+        tree.link(a, ROOT, b"a");
+        tree.link(b, a, b"b");
+        assert_eq!(tree.namespace(b), a);
+        assert_eq!(tree.namespace(a), a);
+        assert_eq!(tree.namespace(ROOT), ROOT);
+    }
+}
