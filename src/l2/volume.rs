@@ -12,13 +12,14 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::journal::{Batch, Journal, Medium};
 use super::record::Record;
 use super::superblock::{FORMAT, Found, Superblock};
-use super::{Device, DeviceOptions, Engine, EngineGauges};
+use super::{Device, DeviceError, DeviceOptions, Engine, EngineGauges};
 use crate::error::{Error, Result};
 use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
 use crate::units::Bytes;
@@ -82,7 +83,7 @@ impl Volume {
     ) -> Result<Opened> {
         let mut devices = Vec::new();
         for (path, size) in paths {
-            let device = Device::open(path, &DeviceOptions { size: *size, ..options.device.clone() })
+            let device = open_patiently(path, &DeviceOptions { size: *size, ..options.device.clone() })
                 .map_err(|error| Error::new("", error))?;
             devices.push(device);
         }
@@ -266,6 +267,22 @@ impl Volume {
     /// Finishes everything accepted.
     pub fn stop(&self) {
         self.devices.iter().for_each(|device| device.engine().stop());
+    }
+}
+
+/// How long to wait for a store that is in use. After a daemon was killed, the kernel lets go of its ring, and with it
+/// of the file and its lock, a little later than of the process.
+const IN_USE_PATIENCE: Duration = Duration::from_secs(5);
+
+fn open_patiently(path: &Path, options: &DeviceOptions) -> std::result::Result<Device, DeviceError> {
+    let deadline = Instant::now() + IN_USE_PATIENCE;
+    loop {
+        match Device::open(path, options) {
+            Err(error) if error.is_in_use() && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            result => return result,
+        }
     }
 }
 
