@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use crate::stats::Events;
+use crate::store::Store;
 use crate::store::attr::{Attr, Entry};
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::report::Snapshot;
-use crate::store::Store;
 use crate::units::Bytes;
 
 /// Inode number of `.ctl`; its files follow. Those of the store are larger than 2^32.
@@ -144,7 +144,12 @@ impl Control {
         self.owns(ino).then(|| Ok(self.attr(ino)))
     }
 
-    pub fn readdir(&self, ino: u64, offset: u64, add: &mut dyn FnMut(u64, u64, &OsStr) -> bool) -> Option<()> {
+    pub fn readdir(
+        &self,
+        ino: u64,
+        offset: u64,
+        add: &mut dyn FnMut(u64, u64, &OsStr) -> bool,
+    ) -> Option<()> {
         if ino != DIR_INO {
             return None;
         }
@@ -191,7 +196,8 @@ impl Control {
             let _ = out.write_fmt(text);
             out.push('\n');
         };
-        let percent = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 };
+        let percent =
+            |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 };
         let health = if s.poisoned {
             "FAILED: the device refused a commit; what is published now is not stored, see .ctl/events"
         } else if c.store_failures > 0 || c.crc_errors > 0 || c.read_errors > 0 {
@@ -207,7 +213,10 @@ impl Control {
             up / 60 % 60,
             up % 60
         ));
-        line(format_args!("files {}   directories {}   being written {}", s.files, s.directories, s.private_files));
+        line(format_args!(
+            "files {}   directories {}   being written {}",
+            s.files, s.directories, s.private_files
+        ));
         line(format_args!(
             "L1   {} of {} ({:.0} %)   lent {}   free slabs {}   peak {}",
             Bytes(s.pool.total),
@@ -285,7 +294,8 @@ impl Control {
         for metric in metrics(&s) {
             let (kind, suffix) = if metric.counter { ("counter", "_total") } else { ("gauge", "") };
             let name = format!("kvcachefs_{}{suffix}", metric.key);
-            let _ = writeln!(out, "# HELP {name} {}\n# TYPE {name} {kind}\n{name} {}", metric.help, metric.value);
+            let _ =
+                writeln!(out, "# HELP {name} {}\n# TYPE {name} {kind}\n{name} {}", metric.help, metric.value);
         }
         out
     }
@@ -338,14 +348,22 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("open_hits_l2", c.open_hits_l2, "Read-only opens of files not in L1."),
         counter("read_l1_bytes", c.read_l1_bytes, "Bytes read through the daemon that were in L1."),
         counter("read_l2_bytes", c.read_l2_bytes, "Bytes read from the devices."),
-        counter("read_around_bytes", c.read_around_bytes, "Bytes read from the devices without keeping them."),
+        counter(
+            "read_around_bytes",
+            c.read_around_bytes,
+            "Bytes read from the devices without keeping them.",
+        ),
         counter("written_bytes", c.written_bytes, "Bytes written by clients."),
         counter("published_files", c.published_files, "Files that became visible."),
         counter("published_bytes", c.published_bytes, "Bytes of files that became visible."),
         counter("publish_waits", c.publish_waits, "Lookups that waited for a file to be released."),
         counter("discarded_files", c.discarded, "Files under construction that never became visible."),
         counter("unlinked_files", c.unlinked, "Files removed by clients."),
-        counter("copies_on_write", c.copies_on_write, "Versions made because a sealed file was opened to be written."),
+        counter(
+            "copies_on_write",
+            c.copies_on_write,
+            "Versions made because a sealed file was opened to be written.",
+        ),
         counter("aliases", c.aliases, "Fresh identities given to files that came into L1 while open."),
         counter("promotions", c.promotions, "Files or blocks brought from L2 to L1."),
         counter("promoted_bytes", c.promoted_bytes, "Bytes brought from L2 to L1."),

@@ -61,7 +61,8 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let events = Arc::new(Events::default());
     let daemon = Daemon::start(&config, &events, ready)?;
     let wants_passthrough = config.read_path != ReadPath::Daemon;
-    let control = Arc::new(Control::new(daemon.store.clone(), events.clone(), config.render(), wants_passthrough));
+    let control =
+        Arc::new(Control::new(daemon.store.clone(), events.clone(), config.render(), wants_passthrough));
     daemon.notes.iter().for_each(|note| control.without(note.clone()));
 
     let mounted = match mount::mount(&request) {
@@ -72,7 +73,8 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
         }
     };
     let (sender, messages) = channel();
-    let served = crate::fs::serve(mounted.device, &daemon.store, &control, config.threads, config.allow_other);
+    let served =
+        crate::fs::serve(mounted.device, &daemon.store, &control, config.threads, config.allow_other);
     let served = match served {
         Ok(served) => served,
         Err(error) => {
@@ -119,9 +121,8 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     };
     if !ended {
         log::info!("stopping: draining");
-        let drained = daemon.drain_until(config.drain_timeout, || {
-            matches!(messages.try_recv(), Ok(Message::Stop(_)))
-        });
+        let drained =
+            daemon.drain_until(config.drain_timeout, || matches!(messages.try_recv(), Ok(Message::Stop(_))));
         now |= !drained;
         if let Err(error) = mount::unmount(&mounted.mountpoint, true) {
             log::warn!("{error}");
@@ -199,7 +200,9 @@ impl Daemon {
             slab_file_max: config.slab_file_max.0,
             dirty_limit_pages: config.dirty_limit.0 / 4096,
             capacity_pages: volume.as_ref().map_or(config.l1.0 / 4096, |volume| volume.capacity_pages()),
-            files_max: config.l2_files_max.unwrap_or_else(|| volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+            files_max: config
+                .l2_files_max
+                .unwrap_or_else(|| volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
         };
@@ -341,7 +344,11 @@ fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Opt
     records.into_iter().for_each(|record| recovery.visit(record));
     let recovered = recovery.finish();
     if opened.fresh {
-        log::info!("made a new store of {} on {} path(s)", Bytes(opened.volume.capacity_pages() * 4096), paths.len());
+        log::info!(
+            "made a new store of {} on {} path(s)",
+            Bytes(opened.volume.capacity_pages() * 4096),
+            paths.len()
+        );
     } else {
         log::info!(
             "store opened: {} files, {} in use, {} of catalog read in {:?}",

@@ -99,7 +99,8 @@ impl Span {
 
     /// Whether `next` begins where this span ends, in memory that the same owner keeps.
     pub fn is_followed_by(&self, next: &Self) -> bool {
-        self.ptr.as_ptr() as usize + self.len == next.ptr.as_ptr() as usize && std::ptr::addr_eq(Arc::as_ptr(&self._keep), Arc::as_ptr(&next._keep))
+        self.ptr.as_ptr() as usize + self.len == next.ptr.as_ptr() as usize
+            && std::ptr::addr_eq(Arc::as_ptr(&self._keep), Arc::as_ptr(&next._keep))
     }
 
     /// This span and the one that follows it, as one.

@@ -10,10 +10,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dashmap::DashMap;
 use fuser::{
-    AccessFlags, BackingId, BsdFileFlags, Errno as FuseErrno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
-    Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate,
-    ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
-    Request, TimeOrNow, WriteFlags,
+    AccessFlags, BackingId, BsdFileFlags, Errno as FuseErrno, FileAttr, FileHandle, FileType, Filesystem,
+    FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr,
+    ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use nix::errno::Errno;
 
@@ -106,7 +106,9 @@ pub(super) fn file_attr(attr: &Attr) -> FileAttr {
 
 fn reply_entry(reply: ReplyEntry, result: Result<Entry, Errno>) {
     match result {
-        Ok(entry) => reply.entry_with_ttls(&entry.attr.ttl, &entry.ttl, &file_attr(&entry.attr), Generation(0)),
+        Ok(entry) => {
+            reply.entry_with_ttls(&entry.attr.ttl, &entry.ttl, &file_attr(&entry.attr), Generation(0))
+        }
         Err(errno) => reply.error(fuse_errno(errno)),
     }
 }
@@ -259,7 +261,16 @@ impl Filesystem for KvFs {
         }
     }
 
-    fn mknod(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, _umask: u32, _rdev: u32, reply: ReplyEntry) {
+    fn mknod(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _umask: u32,
+        _rdev: u32,
+        reply: ReplyEntry,
+    ) {
         let made = self
             .guard(parent, name)
             .and_then(|()| self.store.mknod(parent.0, name.as_bytes(), mode, &caller(req)));
@@ -274,8 +285,9 @@ impl Filesystem for KvFs {
     }
 
     fn unlink(&self, req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let done =
-            self.guard(parent, name).and_then(|()| self.store.unlink(parent.0, name.as_bytes(), &caller(req)));
+        let done = self
+            .guard(parent, name)
+            .and_then(|()| self.store.unlink(parent.0, name.as_bytes(), &caller(req)));
         reply_empty(reply, done);
     }
 
@@ -463,7 +475,14 @@ impl Filesystem for KvFs {
         }
     }
 
-    fn releasedir(&self, _req: &Request, _ino: INodeNo, _fh: FileHandle, _flags: OpenFlags, reply: ReplyEmpty) {
+    fn releasedir(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _flags: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
         reply.ok();
     }
 
@@ -502,8 +521,11 @@ impl Filesystem for KvFs {
     }
 
     fn getxattr(&self, _req: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        let value =
-            if self.control.owns(ino.0) { Err(Errno::ENODATA) } else { self.store.getxattr(ino.0, name.as_bytes()) };
+        let value = if self.control.owns(ino.0) {
+            Err(Errno::ENODATA)
+        } else {
+            self.store.getxattr(ino.0, name.as_bytes())
+        };
         reply_xattr(reply, value, size);
     }
 
@@ -540,7 +562,13 @@ impl Filesystem for KvFs {
         match made {
             Ok((entry, handle)) => {
                 let fh = self.add(Open::File(Arc::new(handle)));
-                reply.created(&entry.ttl, &file_attr(&entry.attr), Generation(0), fh, FopenFlags::FOPEN_DIRECT_IO);
+                reply.created(
+                    &entry.ttl,
+                    &file_attr(&entry.attr),
+                    Generation(0),
+                    fh,
+                    FopenFlags::FOPEN_DIRECT_IO,
+                );
             }
             Err(errno) => reply.error(fuse_errno(errno)),
         }
@@ -565,7 +593,15 @@ impl Filesystem for KvFs {
         }
     }
 
-    fn lseek(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+    fn lseek(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
         match self.file(fh).and_then(|handle| self.store.seek(&handle, offset, whence)) {
             Ok(at) => reply.offset(at),
             Err(errno) => reply.error(fuse_errno(errno)),

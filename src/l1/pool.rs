@@ -111,7 +111,8 @@ impl Pool {
         // Whether memory can be locked shows on the first slab; better now than on the first write.
         let keep = Keep { lock: config.lock, huge: false };
         if let Err(error) = Memory::new(1, config.slab_bytes_max as usize, keep) {
-            if config.lock && matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN)) {
+            if config.lock && matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN))
+            {
                 return Err(io::Error::other(format!(
                     "L1 of {} MiB cannot be locked in memory ({error}): raise RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=) or use --lock=false",
                     config.budget_bytes >> 20
@@ -178,7 +179,11 @@ impl Pool {
 
     fn create(&self, state: &mut State, pages: u32) -> Option<Memory> {
         let keep = Keep { lock: self.config.lock, huge: self.config.huge_pages };
-        let reserved = if pages as usize * PAGE == ARENA_BYTES { ARENA_BYTES } else { self.config.slab_bytes_max as usize };
+        let reserved = if pages as usize * PAGE == ARENA_BYTES {
+            ARENA_BYTES
+        } else {
+            self.config.slab_bytes_max as usize
+        };
         match Memory::new(pages, reserved, keep) {
             Ok(memory) => {
                 state.total += memory.bytes();
@@ -215,7 +220,8 @@ impl Pool {
     /// What slabs may take: the budget without the reserve that chunks have not used yet.
     fn slab_budget(&self, state: &State) -> u64 {
         let arenas = state.arenas.count() as u64 * ARENA_BYTES as u64;
-        self.config.budget_bytes - self.config.chunk_reserve_bytes.saturating_sub(arenas).min(self.config.budget_bytes)
+        self.config.budget_bytes
+            - self.config.chunk_reserve_bytes.saturating_sub(arenas).min(self.config.budget_bytes)
     }
 
     /// Frees unused memory until `bytes` more fit in `budget`.

@@ -67,7 +67,9 @@ impl Memory {
         let reserved = reserved.max(pages as usize * PAGE);
         let length = NonZeroUsize::new(reserved).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: a new shared mapping of our own file at an address of the kernel's choice; nothing else is touched.
-        let base = unsafe { mmap(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, &file, 0) }?;
+        let base = unsafe {
+            mmap(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, &file, 0)
+        }?;
         let memory = Self {
             file,
             base: base.cast(),
@@ -300,5 +302,4 @@ impl Slab {
     pub fn touch_release(&self) {
         self.memory().note_release();
     }
-
 }

@@ -154,7 +154,9 @@ impl Layout {
 
 /// Bytes of a region whose checkpoints hold `records` average records, with a log of `log` bytes.
 pub fn region_bytes(records: u64, log: u64) -> u64 {
-    2 * PAGE_U64 + 2 * (records * BYTES_PER_RECORD).next_multiple_of(CHUNK_BYTES as u64) + log.next_multiple_of(PAGE_U64)
+    2 * PAGE_U64
+        + 2 * (records * BYTES_PER_RECORD).next_multiple_of(CHUNK_BYTES as u64)
+        + log.next_multiple_of(PAGE_U64)
 }
 
 fn crc(parts: &[&[u8]]) -> u32 {
@@ -191,7 +193,10 @@ impl Header {
     }
 
     fn decode(page: &[u8], tag: u64) -> Option<Self> {
-        if &page[..8] != HEADER_MAGIC || u64_at(page, 8) != tag || crc(&[&page[..PAGE - 4]]) != u32_at(page, PAGE - 4) {
+        if &page[..8] != HEADER_MAGIC
+            || u64_at(page, 8) != tag
+            || crc(&[&page[..PAGE - 4]]) != u32_at(page, PAGE - 4)
+        {
             return None;
         }
         Some(Self {
@@ -218,7 +223,12 @@ fn each_record<E>(payload: &[u8], visit: &mut dyn FnMut(&[u8]) -> Result<(), E>)
 }
 
 impl Journal {
-    pub fn format(medium: Arc<dyn Medium>, region: Range<u64>, log: u64, store: &[u8; 16]) -> Result<Self, Error> {
+    pub fn format(
+        medium: Arc<dyn Medium>,
+        region: Range<u64>,
+        log: u64,
+        store: &[u8; 16],
+    ) -> Result<Self, Error> {
         let layout = Layout::new(&region, log);
         let header = Header { generation: 1, log_start: 0, log_seq: 1, area: 0, chunks: 0 };
         let tag = tag_of(store);
@@ -252,11 +262,14 @@ impl Journal {
         }
         let header = newest.ok_or(Error::Foreign)?;
         let mut report = Report { bytes_read: 2 * PAGE_U64, ..Report::default() };
-        let mut journal = Self { medium, layout, tag, header, end: header.log_start, seq: header.log_seq, poisoned: false };
+        let mut journal =
+            Self { medium, layout, tag, header, end: header.log_start, seq: header.log_seq, poisoned: false };
         journal.read_checkpoint(&mut report, visit)?;
         while let Some(payload) = journal.read_frame(journal.end, journal.seq, &mut report)? {
             report.records += each_record(&payload, visit).map_err(|error| {
-                Error::Damaged(error.unwrap_or_else(|| "a frame of the log does not divide into records".into()))
+                Error::Damaged(
+                    error.unwrap_or_else(|| "a frame of the log does not divide into records".into()),
+                )
             })?;
             report.frames += 1;
             journal.end += frame_bytes(payload.len());
@@ -277,7 +290,8 @@ impl Journal {
         let mut at = self.layout.area_at(self.header.area);
         let end = at + self.layout.area;
         for index in 0..self.header.chunks {
-            let damaged = || Error::Damaged(format!("part {index} of its checkpoint does not match its checksum"));
+            let damaged =
+                || Error::Damaged(format!("part {index} of its checkpoint does not match its checksum"));
             let mut chunk = vec![0; CHUNK_BYTES];
             self.medium.read_at(at, &mut chunk)?;
             let len = u32_at(&chunk, 8) as usize;
@@ -364,7 +378,10 @@ impl Journal {
                 && u64_at(&page, 24) == self.seq + 1
                 && self.read_frame(at, self.seq + 1, &mut Report::default())?.is_some()
             {
-                return Err(Error::Damaged(format!("record {} of its log is gone, and later ones are there", self.seq)));
+                return Err(Error::Damaged(format!(
+                    "record {} of its log is gone, and later ones are there",
+                    self.seq
+                )));
             }
             if u32_at(&page, 0) != MAGIC || at - self.end > 64 * PAGE_U64 {
                 break;
@@ -441,7 +458,9 @@ impl Journal {
         let written = self
             .medium
             .sync()
-            .and_then(|()| self.medium.write_at(self.layout.start + slot * PAGE_U64, &header.encode(self.tag)))
+            .and_then(|()| {
+                self.medium.write_at(self.layout.start + slot * PAGE_U64, &header.encode(self.tag))
+            })
             .and_then(|()| self.medium.sync());
         if let Err(error) = written {
             self.poisoned = true;

@@ -97,13 +97,14 @@ impl Volume {
         let medium = Arc::new(FirstDevice(first.clone()));
         let mut undecodable = 0u64;
         let region = supers[0].meta_start..supers[0].meta_start + supers[0].meta_len;
-        let opened = Journal::open(medium, region, log_bytes(supers[0].len), &supers[0].store, &mut |bytes| {
-            match Record::decode(bytes) {
-                Some(record) => visit(record),
-                None => undecodable += 1,
-            }
-            Ok(())
-        });
+        let opened =
+            Journal::open(medium, region, log_bytes(supers[0].len), &supers[0].store, &mut |bytes| {
+                match Record::decode(bytes) {
+                    Some(record) => visit(record),
+                    None => undecodable += 1,
+                }
+                Ok(())
+            });
         let path = first[0].path().display().to_string();
         const LOST: &str = "restore the device, or make a new store with --format, which loses what is in it";
         let (journal, report) = opened.map_err(|error| Error::new(&path, error).remedy(LOST))?;
@@ -111,7 +112,11 @@ impl Volume {
             return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
                 .remedy(LOST));
         }
-        Ok(Opened { volume: Self::joined(first, supers, journal), fresh: false, recovery_bytes: report.bytes_read })
+        Ok(Opened {
+            volume: Self::joined(first, supers, journal),
+            fresh: false,
+            recovery_bytes: report.bytes_read,
+        })
     }
 
     fn joined(devices: Arc<Vec<Device>>, supers: Vec<Superblock>, journal: Journal) -> Self {
@@ -133,7 +138,11 @@ impl Volume {
             if device.len() < data_start + (SLACK_MIN + DATA_ALIGN) {
                 return Err(Error::new(
                     device.path().display(),
-                    format!("{} is too small: the catalog alone takes {}", Bytes(device.len()), Bytes(data_start)),
+                    format!(
+                        "{} is too small: the catalog alone takes {}",
+                        Bytes(device.len()),
+                        Bytes(data_start)
+                    ),
                 )
                 .remedy("make it larger, or let it hold fewer files (--l2-files-max)"));
             }
@@ -160,7 +169,10 @@ impl Volume {
             for at in [COPY_AT, 0] {
                 let span = AlignedBuf::zeroed(PAGE).into_span();
                 span.copy_from(0, &superblock.encode());
-                device.write_at(at, &span).and_then(|()| device.sync_data()).map_err(|error| failed(device, error))?;
+                device
+                    .write_at(at, &span)
+                    .and_then(|()| device.sync_data())
+                    .map_err(|error| failed(device, error))?;
             }
         }
         Ok(Opened { volume: Self::joined(devices, supers, journal), fresh: true, recovery_bytes: 0 })
@@ -333,14 +345,19 @@ fn read_super(device: &Device) -> Result<Found> {
 
 /// Whether the devices are those of one store, complete and in order.
 fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
-    const NEW: &str = "give the path of a kvcachefs store, or make a new one with --format, which loses what is there";
+    const NEW: &str =
+        "give the path of a kvcachefs store, or make a new one with --format, which loses what is there";
     let mut supers = Vec::new();
     for (at, (device, found)) in devices.iter().zip(found).enumerate() {
         let shown = device.path().display();
         let error = match found {
             Found::Ours(superblock) => {
                 let wrong = if superblock.len > device.len() {
-                    Some(format!("it is cut off: {} of {} are left", Bytes(device.len()), Bytes(superblock.len)))
+                    Some(format!(
+                        "it is cut off: {} of {} are left",
+                        Bytes(device.len()),
+                        Bytes(superblock.len)
+                    ))
                 } else if superblock.block_bytes != crate::store::hot::BLOCK as u32 {
                     Some(format!("it was made with blocks of {} bytes", superblock.block_bytes))
                 } else if superblock.devices as usize != devices.len() {
@@ -361,8 +378,13 @@ fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
                 }
             }
             Found::Blank => Error::new(shown, "it is empty, but other paths belong to a store").remedy(NEW),
-            Found::Format(format) => Error::new(shown, format!("it is a store of format {format}; this program knows format {FORMAT}"))
-                .remedy("use the program that made it, or make a new store with --format, which loses what is there"),
+            Found::Format(format) => Error::new(
+                shown,
+                format!("it is a store of format {format}; this program knows format {FORMAT}"),
+            )
+            .remedy(
+                "use the program that made it, or make a new store with --format, which loses what is there",
+            ),
             Found::Damaged => Error::new(shown, "both copies of its superblock are damaged").remedy(NEW),
             Found::Foreign => Error::new(shown, "it is not a kvcachefs store").remedy(NEW),
         };

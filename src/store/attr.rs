@@ -83,7 +83,12 @@ impl Core {
             Detail::Symlink(target) => (target.len() as u64, 0, 1, true),
             Detail::File => {
                 let sealed = node.hot.as_ref().is_none_or(|hot| hot.sealed() && hot.writers == 0);
-                (node.size, self.allocated(idx) / 512, u32::from(node.has(NAMED) || self.is_private(idx)), sealed)
+                (
+                    node.size,
+                    self.allocated(idx) / 512,
+                    u32::from(node.has(NAMED) || self.is_private(idx)),
+                    sealed,
+                )
             }
         };
         Attr {
@@ -245,7 +250,10 @@ impl Store {
             if let Some(mode) = change.mode {
                 node.mode = (mode & 0o7777) as u16;
             }
-            if (change.uid.is_some() || change.gid.is_some()) && change.mode.is_none() && node.kind() == Kind::File {
+            if (change.uid.is_some() || change.gid.is_some())
+                && change.mode.is_none()
+                && node.kind() == Kind::File
+            {
                 node.mode = without_set_id(node.mode);
             }
             node.uid = change.uid.unwrap_or(node.uid);
@@ -318,7 +326,8 @@ impl Store {
             if flags & libc::XATTR_REPLACE != 0 && !exists {
                 return Err(Errno::ENODATA);
             }
-            let others: usize = node.xattrs.iter().flat_map(|list| list.iter()).map(|(k, v)| k.len() + v.len()).sum();
+            let others: usize =
+                node.xattrs.iter().flat_map(|list| list.iter()).map(|(k, v)| k.len() + v.len()).sum();
             if others + name.len() + value.len() > XATTRS_MAX {
                 return Err(Errno::ENOSPC);
             }

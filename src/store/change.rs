@@ -146,7 +146,8 @@ impl Core {
         if hot.blocks.iter().any(|block| matches!(block.io, BlockIo::Writing(_))) {
             return Err(Stop::Load);
         }
-        let on_device = hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
+        let on_device =
+            hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
         let Some(old) = hot.slab.clone() else { return Ok(()) };
         match self.alloc_slab(old.pages(), idx) {
             Some(new) => {
@@ -183,7 +184,10 @@ impl Core {
                 continue;
             }
             let len = block_len(size, index);
-            let Some(from) = self.hot(base).filter(|hot| hot.blocks.get(index).is_some_and(Block::resident)).and_then(|hot| hot.span(index))
+            let Some(from) = self
+                .hot(base)
+                .filter(|hot| hot.blocks.get(index).is_some_and(Block::resident))
+                .and_then(|hot| hot.span(index))
             else {
                 if self.hot(base).is_some_and(|hot| hot.blocks.get(index).is_some_and(|block| block.bad)) {
                     return Err(Stop::Fail(Errno::EIO));
@@ -245,7 +249,8 @@ impl Core {
     /// What the directory's last files say about the size of a new one.
     fn guess(&self, idx: Idx) -> u64 {
         let node = self.node(idx);
-        let parent = node.hot.as_ref().and_then(|hot| hot.private()).map_or(node.parent, |private| private.parent);
+        let parent =
+            node.hot.as_ref().and_then(|hot| hot.private()).map_or(node.parent, |private| private.parent);
         match self.tree.nodes.get(parent).and_then(|node| node.dir()) {
             Some(dir) if dir.same_size >= 2 => dir.last_size,
             _ => 0,
@@ -374,7 +379,8 @@ impl Core {
             }
             _ => None,
         };
-        let at_cursor = hot.crc_to < BLOCK as usize && offset == hot.crc_block as u64 * BLOCK + hot.crc_to as u64;
+        let at_cursor =
+            hot.crc_to < BLOCK as usize && offset == hot.crc_block as u64 * BLOCK + hot.crc_to as u64;
         let crc = if at_cursor {
             Some(Running { block: hot.crc_block, at: hot.crc_to, state: hot.crc, done: SmallVec::new() })
         } else if offset.is_multiple_of(BLOCK) {
@@ -472,7 +478,8 @@ impl Core {
         let durable = self.node(idx).has(DURABLE);
         let device = self.node(idx).device;
         let hot = self.hot_mut(idx);
-        let gone: Vec<Block> = if hot.blocks.len() > keep { hot.blocks.drain(keep..).collect() } else { Vec::new() };
+        let gone: Vec<Block> =
+            if hot.blocks.len() > keep { hot.blocks.drain(keep..).collect() } else { Vec::new() };
         hot.valid_to = hot.valid_to.min(size);
         hot.crc_to = usize::MAX;
         if size == 0 {
@@ -597,7 +604,8 @@ impl Core {
         let posix = named && self.tree.posix(parent);
         let hot = self.hot_mut(idx);
         let read = hot.sealed()
-            && (hot.passthrough_handles() > 0 || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
+            && (hot.passthrough_handles() > 0
+                || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
         let promised = hot.promised > 0;
         if read && named {
             self.copy_and_promise(idx)?;
@@ -687,7 +695,8 @@ impl Store {
     }
 
     pub fn fallocate(self: &Arc<Self>, handle: &Handle, offset: u64, len: u64, mode: i32, reply: UnitReply) {
-        const KNOWN: i32 = libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE;
+        const KNOWN: i32 =
+            libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE;
         let zero = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
         if mode & !KNOWN != 0 {
             return reply(Err(Errno::EOPNOTSUPP));
@@ -721,7 +730,15 @@ impl Store {
     }
 
     /// Zeros a range, a pass at a time; what is left after a wait goes on from the queue.
-    fn zero(self: &Arc<Self>, id: NodeId, offset: u64, len: u64, keep_size: bool, reply: UnitReply, queued: bool) {
+    fn zero(
+        self: &Arc<Self>,
+        id: NodeId,
+        offset: u64,
+        len: u64,
+        keep_size: bool,
+        reply: UnitReply,
+        queued: bool,
+    ) {
         let mut at = offset;
         let mut end = offset + len;
         if keep_size {
@@ -752,7 +769,11 @@ impl Store {
                     Tried::Done(Ok(_)) => {}
                     Tried::Done(Err(errno)) => return reply(Err(errno)),
                     Tried::Wait { loading } => {
-                        return self.wait(id, Change::Zero { offset: at, len: offset + len - at, keep_size, reply }, loading);
+                        return self.wait(
+                            id,
+                            Change::Zero { offset: at, len: offset + len - at, keep_size, reply },
+                            loading,
+                        );
                     }
                 }
             }
@@ -769,27 +790,32 @@ impl Store {
         loop {
             let Some(mut waiter) = self.lock().waiters.pop_front() else { break };
             let tried = match waiter.change {
-                Change::Write { offset, data, reply } => match self.try_write(waiter.id, offset, &data, true) {
+                Change::Write { offset, data, reply } => match self.try_write(waiter.id, offset, &data, true)
+                {
                     Tried::Done(result) => {
                         reply(result);
                         continue;
                     }
                     Tried::Wait { loading } => (Change::Write { offset, data, reply }, loading),
                 },
-                Change::Truncate { size, ino, reply } => match self.with(|core| core.truncate(waiter.id, size)).into() {
-                    Tried::Done(result) => {
-                        reply(result.and_then(|()| self.getattr(ino)));
-                        continue;
+                Change::Truncate { size, ino, reply } => {
+                    match self.with(|core| core.truncate(waiter.id, size)).into() {
+                        Tried::Done(result) => {
+                            reply(result.and_then(|()| self.getattr(ino)));
+                            continue;
+                        }
+                        Tried::Wait { loading } => (Change::Truncate { size, ino, reply }, loading),
                     }
-                    Tried::Wait { loading } => (Change::Truncate { size, ino, reply }, loading),
-                },
-                Change::Extend { size, reply } => match self.with(|core| core.truncate(waiter.id, size)).into() {
-                    Tried::Done(result) => {
-                        reply(result);
-                        continue;
+                }
+                Change::Extend { size, reply } => {
+                    match self.with(|core| core.truncate(waiter.id, size)).into() {
+                        Tried::Done(result) => {
+                            reply(result);
+                            continue;
+                        }
+                        Tried::Wait { loading } => (Change::Extend { size, reply }, loading),
                     }
-                    Tried::Wait { loading } => (Change::Extend { size, reply }, loading),
-                },
+                }
                 Change::Zero { offset, len, keep_size, reply } => {
                     self.zero(waiter.id, offset, len, keep_size, reply, true);
                     continue;

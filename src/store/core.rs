@@ -11,8 +11,8 @@ use super::change::Waiter;
 use super::hot::{BLOCK, Block, BlockIo, Hot, Mem, Phase, Place, WriteBack, block_len, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
 use super::node::{
-    ALIAS_BASE, Crcs, DURABLE, Detail, Extents, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId, ROOT, ROOT_INO,
-    SLOT,
+    ALIAS_BASE, Crcs, DURABLE, Detail, Extents, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId,
+    ROOT, ROOT_INO, SLOT,
 };
 use super::promote::{AroundRead, Load};
 use super::read::Served;
@@ -285,7 +285,9 @@ impl Core {
     pub fn place(&self, idx: Idx, index: usize) -> Place {
         let node = self.node(idx);
         match &node.hot {
-            Some(hot) if hot.placed => hot.blocks.get(index).map(|block| block.place.clone()).unwrap_or_default(),
+            Some(hot) if hot.placed => {
+                hot.blocks.get(index).map(|block| block.place.clone()).unwrap_or_default()
+            }
             _ => Self::place_in(&node.extents, node.size, index),
         }
     }
@@ -331,7 +333,10 @@ impl Core {
     pub fn settle_layout(&mut self, idx: Idx) {
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return };
-        if !hot.placed || !hot.sealed() || hot.blocks.iter().any(|block| block.dirty || block.io != BlockIo::Idle) {
+        if !hot.placed
+            || !hot.sealed()
+            || hot.blocks.iter().any(|block| block.dirty || block.io != BlockIo::Idle)
+        {
             return;
         }
         let (extents, crcs) = self.layout(idx);
@@ -350,7 +355,8 @@ impl Core {
     pub fn spread_layout(&mut self, idx: Idx) {
         self.size_blocks(idx);
         let node = self.node_mut(idx);
-        let (size, extents, crcs) = (node.size, std::mem::take(&mut node.extents), std::mem::take(&mut node.crcs));
+        let (size, extents, crcs) =
+            (node.size, std::mem::take(&mut node.extents), std::mem::take(&mut node.crcs));
         let hot = self.hot_mut(idx);
         if hot.placed {
             return;
@@ -367,7 +373,8 @@ impl Core {
 
     pub fn owner(&self, idx: Idx) -> Owner {
         let node = self.node(idx);
-        let parent = node.hot.as_ref().and_then(|hot| hot.private()).map_or(node.parent, |private| private.parent);
+        let parent =
+            node.hot.as_ref().and_then(|hot| hot.private()).map_or(node.parent, |private| private.parent);
         Owner { uid: node.uid, namespace: u64::from(self.tree.namespace(parent)) }
     }
 

@@ -250,7 +250,11 @@ impl Hot {
     }
 
     pub fn passthrough_handles(&self) -> u32 {
-        self.opened.iter().filter(|opened| opened.mode == Mode::Passthrough).map(|opened| opened.handles).sum()
+        self.opened
+            .iter()
+            .filter(|opened| opened.mode == Mode::Passthrough)
+            .map(|opened| opened.handles)
+            .sum()
     }
 
     pub fn sealed(&self) -> bool {

@@ -84,12 +84,7 @@ mod timer;
 pub const TTL: Duration = Duration::from_secs(60);
 
 impl Store {
-    pub fn new(
-        core: Core,
-        pool: Arc<Pool>,
-        volume: Option<Arc<Volume>>,
-        events: Arc<Events>,
-    ) -> Arc<Self> {
+    pub fn new(core: Core, pool: Arc<Pool>, volume: Option<Arc<Volume>>, events: Arc<Events>) -> Arc<Self> {
         Arc::new(Self {
             core: Mutex::new(core),
             pool,

@@ -67,12 +67,15 @@ impl Core {
     /// The private version of `name` that `caller` means: its thread's own, else its process's newest.
     pub fn own_private(&self, parent: Idx, name: &[u8], caller: &Caller, any_unknown: bool) -> Option<Idx> {
         let all = self.tree.privates(parent, name);
-        let made_by = |idx: &&Idx| self.hot(**idx).and_then(|hot| hot.private()).map(|private| (private.tid, private.tgid));
+        let made_by = |idx: &&Idx| {
+            self.hot(**idx).and_then(|hot| hot.private()).map(|private| (private.tid, private.tgid))
+        };
         if caller.tid == 0 {
             // A process that we cannot see: rename and unlink reach its newest private name, nothing else does.
             return any_unknown.then(|| all.last().copied()).flatten();
         }
-        if let Some(idx) = all.iter().rev().find(|idx| made_by(idx).is_some_and(|(tid, _)| tid == caller.tid)) {
+        if let Some(idx) = all.iter().rev().find(|idx| made_by(idx).is_some_and(|(tid, _)| tid == caller.tid))
+        {
             return Some(*idx);
         }
         all.iter()
@@ -198,11 +201,23 @@ impl Core {
 }
 
 impl Store {
-    pub fn mkdir(self: &Arc<Self>, parent: u64, name: &[u8], mode: u32, caller: &Caller) -> Result<Entry, Errno> {
+    pub fn mkdir(
+        self: &Arc<Self>,
+        parent: u64,
+        name: &[u8],
+        mode: u32,
+        caller: &Caller,
+    ) -> Result<Entry, Errno> {
         self.with(|core| core.make(parent, name, Detail::Dir(Box::default()), mode, caller))
     }
 
-    pub fn symlink(self: &Arc<Self>, parent: u64, name: &[u8], target: &[u8], caller: &Caller) -> Result<Entry, Errno> {
+    pub fn symlink(
+        self: &Arc<Self>,
+        parent: u64,
+        name: &[u8],
+        target: &[u8],
+        caller: &Caller,
+    ) -> Result<Entry, Errno> {
         self.with(|core| core.make(parent, name, Detail::Symlink(target.into()), 0o777, caller))
     }
 
@@ -240,7 +255,9 @@ impl Store {
         let up = if idx == ROOT || !node.has(NAMED) { idx } else { node.parent };
         let dots: [(&[u8], Idx); 2] = [(b".", idx), (b"..", up)];
         for (at, (name, dot)) in (1u64..).zip(dots) {
-            if cookie < at && !take(&Listed { ino: core.ino(dot), kind: Kind::Dir, name: name.into(), cookie: at }) {
+            if cookie < at
+                && !take(&Listed { ino: core.ino(dot), kind: Kind::Dir, name: name.into(), cookie: at })
+            {
                 return Ok(());
             }
         }

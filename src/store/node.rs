@@ -345,7 +345,8 @@ impl Arena {
 
     /// After the last [`Arena::restore`]: makes the gaps usable.
     pub fn restored(&mut self) {
-        self.free = (0..self.end()).rev().filter(|&idx| matches!(self.entry(idx), Some(Entry::Free(_)))).collect();
+        self.free =
+            (0..self.end()).rev().filter(|&idx| matches!(self.entry(idx), Some(Entry::Free(_)))).collect();
     }
 
     pub fn remove(&mut self, idx: Idx) -> Option<Node> {
@@ -409,7 +410,11 @@ mod tests {
 
     #[test]
     fn a_cold_file_fits_its_budget() {
-        assert!(size_of::<Entry>() <= 208, "{} bytes; P10 leaves 256 with its share of the tables", size_of::<Entry>());
+        assert!(
+            size_of::<Entry>() <= 208,
+            "{} bytes; P10 leaves 256 with its share of the tables",
+            size_of::<Entry>()
+        );
     }
 
     #[test]

@@ -81,7 +81,9 @@ impl Core {
             // Somebody has closed it; the kernel's RELEASE is on its way (fact 6). Once, not for ever: the
             // close may have been that of a duplicate.
             let releasing = self.tree.privates(parent, name).iter().rev().copied().find(|&idx| {
-                self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.flushed && !private.waited)
+                self.hot(idx)
+                    .and_then(|hot| hot.private())
+                    .is_some_and(|private| private.flushed && !private.waited)
             });
             if let Some(idx) = releasing {
                 return Ok(Found::Releasing(idx));
@@ -252,7 +254,9 @@ impl Core {
 
     /// A copy-on-write version that nobody wrote to: the original gets its name back.
     pub fn undo_copy_on_write(&mut self, new: Idx) {
-        let Some(old) = self.hot(new).and_then(|hot| hot.base).and_then(|base| self.by_id(base)) else { return };
+        let Some(old) = self.hot(new).and_then(|hot| hot.base).and_then(|base| self.by_id(base)) else {
+            return;
+        };
         let node = self.node(new);
         let (parent, name, named) = (node.parent, node.name.clone(), node.has(NAMED));
         let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
@@ -281,7 +285,11 @@ impl Core {
         self.settings.passthrough
             && !node.has(SLOT | LOST)
             && node.hot.as_ref().is_some_and(|hot| {
-                hot.sealed() && hot.writers == 0 && hot.promised == 0 && hot.base.is_none() && hot.whole_slab(node.size)
+                hot.sealed()
+                    && hot.writers == 0
+                    && hot.promised == 0
+                    && hot.base.is_none()
+                    && hot.whole_slab(node.size)
             })
     }
 
@@ -304,7 +312,9 @@ impl Core {
         let promised = hot.promised > 0;
         if truncate {
             let in_place = match &hot.phase {
-                Phase::Private(private) => promised && (private.tid == caller.tid || caller.tid == 0) && size == 0,
+                Phase::Private(private) => {
+                    promised && (private.tid == caller.tid || caller.tid == 0) && size == 0
+                }
                 Phase::Open => posix || size == 0,
                 Phase::Sealed => passthrough == 0 && (posix || size == 0),
             } || (!named && hot.private().is_none_or(|private| private.parent == NONE));
@@ -345,7 +355,8 @@ impl Core {
             return Ok(self.opened(idx, ino, flags, Mode::Direct));
         }
         let eligible = self.may_passthrough(idx);
-        let current = self.hot(idx).and_then(|hot| hot.opened.iter().find(|opened| opened.ino == ino)).map(|o| o.mode);
+        let current =
+            self.hot(idx).and_then(|hot| hot.opened.iter().find(|opened| opened.ino == ino)).map(|o| o.mode);
         let mode = match current {
             Some(Mode::Passthrough) => Mode::Passthrough,
             None if eligible => Mode::Passthrough,
@@ -454,7 +465,9 @@ impl Store {
             Ok(Found::Releasing(idx)) => {
                 let deadline = Instant::now() + core.settings.publish_wait;
                 let id = core.id(idx);
-                let Ok(parent) = core.resolve_dir(parent) else { return core.reply(move || reply(Err(Errno::ENOENT))) };
+                let Ok(parent) = core.resolve_dir(parent) else {
+                    return core.reply(move || reply(Err(Errno::ENOENT)));
+                };
                 core.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
                 core.deadlines.push((deadline, id));
                 core.counters.publish_waits += 1;
@@ -481,7 +494,13 @@ impl Store {
     }
 
     /// A regular file made by mknod(2): visible at once and empty.
-    pub fn mknod(self: &Arc<Self>, parent: u64, name: &[u8], mode: u32, caller: &Caller) -> Result<Entry, Errno> {
+    pub fn mknod(
+        self: &Arc<Self>,
+        parent: u64,
+        name: &[u8],
+        mode: u32,
+        caller: &Caller,
+    ) -> Result<Entry, Errno> {
         if mode & libc::S_IFMT != libc::S_IFREG && mode & libc::S_IFMT != 0 {
             return Err(Errno::EPERM);
         }
@@ -513,12 +532,14 @@ impl Store {
         if !handle.writer {
             return;
         }
-        let is_private =
-            |core: &Core| core.by_id(handle.id).and_then(|idx| core.hot(idx)).is_some_and(|hot| hot.private().is_some());
+        let is_private = |core: &Core| {
+            core.by_id(handle.id).and_then(|idx| core.hot(idx)).is_some_and(|hot| hot.private().is_some())
+        };
         if !is_private(&self.lock()) {
             return;
         }
-        let killed = dying_of(caller.tid).is_some() && handle.maker != 0 && process_of(caller.tid) == handle.maker;
+        let killed =
+            dying_of(caller.tid).is_some() && handle.maker != 0 && process_of(caller.tid) == handle.maker;
         self.with(|core| {
             let Some(idx) = core.by_id(handle.id) else { return };
             if let Some(private) = core.hot_mut(idx).private_mut() {

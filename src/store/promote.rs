@@ -140,7 +140,9 @@ impl Core {
                 checks.push(Check { index: at, parts: written, crc });
                 for (offset, span) in to_read {
                     match reads.last_mut() {
-                        Some((last, before)) if *last + before.len() as u64 == offset && before.is_followed_by(&span) => {
+                        Some((last, before))
+                            if *last + before.len() as u64 == offset && before.is_followed_by(&span) =>
+                        {
                             *before = before.joined(&span);
                         }
                         _ => reads.push((offset, span)),
@@ -160,7 +162,11 @@ impl Core {
             });
             self.counters.promoting += 1;
             self.hot_mut(idx).transfers += 1;
-            load.parts.extend(reads.into_iter().map(|(offset, span)| Part { offset, span, group: group.clone() }));
+            load.parts.extend(reads.into_iter().map(|(offset, span)| Part {
+                offset,
+                span,
+                group: group.clone(),
+            }));
         }
         if !load.parts.is_empty() || !load.zero.is_empty() {
             self.effects.push(Effect::Load(load));
@@ -225,7 +231,8 @@ impl Core {
             return self.reply(move || (read.reply)(Err(Errno::EIO)));
         };
         let size = self.node(idx).size;
-        let (first, last) = ((read.offset / BLOCK) as usize, ((read.offset + read.len as u64 - 1) / BLOCK) as usize);
+        let (first, last) =
+            ((read.offset / BLOCK) as usize, ((read.offset + read.len as u64 - 1) / BLOCK) as usize);
         let bytes = (last - first + 1) as u64 * BLOCK;
         if self.around_bytes > 0 && self.around_bytes + bytes > AROUND_BYTES_MAX {
             self.around_waiting.push_back(read);
@@ -269,7 +276,8 @@ impl Core {
         });
         self.counters.promoting += 1;
         self.hot_mut(idx).transfers += 1;
-        let parts = reads.into_iter().map(|(offset, span)| Part { offset, span, group: group.clone() }).collect();
+        let parts =
+            reads.into_iter().map(|(offset, span)| Part { offset, span, group: group.clone() }).collect();
         let device = usize::from(self.node(idx).device);
         self.effects.push(Effect::Load(Load { device, class: Class::Demand, parts, zero: Vec::new() }));
         self.tidy_list(idx);
@@ -369,11 +377,18 @@ impl Store {
         let (bad, why): (Vec<usize>, String) = match failed {
             Some(error) => {
                 self.with(|core| core.counters.read_errors += 1);
-                (group.checks.iter().map(|check| check.index).collect(), format!("reading it from the device failed: {error}"))
+                (
+                    group.checks.iter().map(|check| check.index).collect(),
+                    format!("reading it from the device failed: {error}"),
+                )
             }
             None => {
-                let bad: Vec<usize> =
-                    group.checks.iter().filter(|check| crc_of(&check.parts) != check.crc).map(|c| c.index).collect();
+                let bad: Vec<usize> = group
+                    .checks
+                    .iter()
+                    .filter(|check| crc_of(&check.parts) != check.crc)
+                    .map(|c| c.index)
+                    .collect();
                 if !bad.is_empty() {
                     self.with(|core| core.counters.crc_errors += 1);
                 }

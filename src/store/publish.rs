@@ -59,9 +59,10 @@ impl Core {
         let (parent, name) = (private.parent, std::mem::take(&mut private.name));
         private.parent = NONE;
         self.tree.remove_private(idx, parent, &name);
-        let alive = self.tree.nodes.get(parent).is_some_and(|node| {
-            node.kind() == Kind::Dir && (parent == super::node::ROOT || node.has(NAMED))
-        });
+        let alive =
+            self.tree.nodes.get(parent).is_some_and(|node| {
+                node.kind() == Kind::Dir && (parent == super::node::ROOT || node.has(NAMED))
+            });
         let target = self.tree.child(parent, &name);
         let blocked = target.is_some_and(|target| self.node(target).kind() == Kind::Dir);
         if !alive || blocked {
@@ -112,7 +113,8 @@ impl Core {
             }
             if !block.dirty {
                 // Credit for a write that never came.
-                let (charge, reserved) = (std::mem::take(&mut block.charge), std::mem::take(&mut block.reserved));
+                let (charge, reserved) =
+                    (std::mem::take(&mut block.charge), std::mem::take(&mut block.reserved));
                 self.uncharge(charge, reserved);
             }
         }
@@ -140,7 +142,10 @@ impl Core {
         let memory_only = self.settings.memory_only;
         let hot = self.hot_mut(idx);
         let Some(slab) = hot.slab.clone() else { return };
-        let covered = hot.blocks.iter().all(|block| matches!(block.mem, Mem::Slab) || (block.mem.is_none() && block.place.is_empty()));
+        let covered = hot
+            .blocks
+            .iter()
+            .all(|block| matches!(block.mem, Mem::Slab) || (block.mem.is_none() && block.place.is_empty()));
         if size == 0 {
             hot.slab = None;
             return;
@@ -236,7 +241,10 @@ impl Core {
         self.hot(idx).is_some_and(|hot| {
             !hot.sealed()
                 && hot.pins == 0
-                && hot.blocks.iter().any(|block| block.dirty && block.io == BlockIo::Idle && !block.mem.is_none())
+                && hot
+                    .blocks
+                    .iter()
+                    .any(|block| block.dirty && block.io == BlockIo::Idle && !block.mem.is_none())
         })
     }
 
@@ -255,7 +263,9 @@ impl Core {
             let node = self.node(target);
             match &node.hot {
                 Some(hot) if hot.blocks.get(index).is_some_and(|block| !block.mem.is_none()) => true,
-                Some(hot) if hot.slab.is_some() && !hot.sealed() && (index as u64 * BLOCK) < hot.valid_to => true,
+                Some(hot) if hot.slab.is_some() && !hot.sealed() && (index as u64 * BLOCK) < hot.valid_to => {
+                    true
+                }
                 _ => self.has_place(target, index),
             }
         };

@@ -52,7 +52,8 @@ impl Core {
         let mut pieces: SmallVec<[Piece; 6]> = SmallVec::new();
         for index in first..=last {
             let start = index as u64 * BLOCK;
-            let (from, to) = ((offset.max(start) - start) as usize, (end.min(start + BLOCK) - start) as usize);
+            let (from, to) =
+                ((offset.max(start) - start) as usize, (end.min(start + BLOCK) - start) as usize);
             let Some(hot) = self.hot(idx) else { return Plan::Lacks };
             let block = hot.blocks.get(index);
             if block.is_some_and(|block| block.bad) {
@@ -68,12 +69,18 @@ impl Core {
             let in_slab = block.is_some_and(|block| matches!(block.mem, Mem::Slab));
             let Some(span) = hot.span(index) else { return Plan::Fail(Errno::EIO) };
             // Recycled memory behind what has been written shows nothing but zeros.
-            let defined = if in_slab && !hot.sealed() { hot.valid_to.saturating_sub(start) as usize } else { span.len() };
+            let defined = if in_slab && !hot.sealed() {
+                hot.valid_to.saturating_sub(start) as usize
+            } else {
+                span.len()
+            };
             let there = to.min(defined).min(span.len()).max(from);
             if there > from {
                 let bytes = span.slice(from..there);
                 match pieces.last_mut() {
-                    Some(Piece::Bytes(before)) if before.is_followed_by(&bytes) => *before = before.joined(&bytes),
+                    Some(Piece::Bytes(before)) if before.is_followed_by(&bytes) => {
+                        *before = before.joined(&bytes)
+                    }
                     _ => pieces.push(Piece::Bytes(bytes)),
                 }
             }
@@ -114,12 +121,14 @@ impl Core {
                 let reading = |core: &Self| {
                     core.hot(idx).is_some_and(|hot| {
                         range.clone().all(|index| {
-                            hot.blocks.get(index).is_some_and(|b| !b.mem.is_none()) || core.is_hole(idx, index)
+                            hot.blocks.get(index).is_some_and(|b| !b.mem.is_none())
+                                || core.is_hole(idx, index)
                         })
                     })
                 };
                 // Whoever bypasses caches does not fill ours, but joins a promotion that is on its way.
-                let loading = if handle.uncached { reading(self) } else { self.load_blocks(idx, range.clone(), true) };
+                let loading =
+                    if handle.uncached { reading(self) } else { self.load_blocks(idx, range.clone(), true) };
                 if !loading && !reading(self) {
                     return self.read_around(AroundRead { id, offset, len, reply });
                 }
@@ -153,7 +162,12 @@ impl Core {
                         still.push(read);
                     } else {
                         let id = self.id(idx);
-                        self.read_around(AroundRead { id, offset: read.offset, len: read.len, reply: read.reply });
+                        self.read_around(AroundRead {
+                            id,
+                            offset: read.offset,
+                            len: read.len,
+                            reply: read.reply,
+                        });
                     }
                 }
             }

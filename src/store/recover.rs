@@ -6,9 +6,7 @@
 //! said, never guessed at.
 
 use super::core::HOLE;
-use super::node::{
-    COMMITTED, Crcs, DURABLE, Detail, Dir, Extents, Idx, Kind, Node, NodeId, ROOT, SLOT,
-};
+use super::node::{COMMITTED, Crcs, DURABLE, Detail, Dir, Extents, Idx, Kind, Node, NodeId, ROOT, SLOT};
 use super::tree::Tree;
 use crate::l2::record::{Put, Record};
 use crate::l2::{Allocator, Extent};
@@ -65,7 +63,8 @@ impl Recovery {
             let Some(node) = self.tree.nodes.get(idx) else { continue };
             // Until here, `seq` of the links holds the parent's id: see `node`.
             let parent = NodeId((u64::from(node.recency.prev) << 32) | u64::from(node.recency.next));
-            let parent_idx = if parent.0 == 0 { Some(ROOT) } else { self.tree.nodes.by_id(parent).map(|_| parent.idx()) };
+            let parent_idx =
+                if parent.0 == 0 { Some(ROOT) } else { self.tree.nodes.by_id(parent).map(|_| parent.idx()) };
             match parent_idx.filter(|&at| self.tree.nodes[at].kind() == Kind::Dir) {
                 Some(parent) => self.parents.push((idx, u64::from(parent))),
                 None => lost.push((idx, "its directory is not there".to_owned())),
@@ -101,7 +100,11 @@ impl Recovery {
         let mut by_recency: Vec<Idx> = (1..self.tree.nodes.end())
             .filter(|idx| {
                 !gone.contains(idx)
-                    && self.tree.nodes.get(*idx).is_some_and(|node| node.kind() == Kind::File && node.has(super::node::NAMED))
+                    && self
+                        .tree
+                        .nodes
+                        .get(*idx)
+                        .is_some_and(|node| node.kind() == Kind::File && node.has(super::node::NAMED))
             })
             .collect();
         by_recency.sort_by_key(|&idx| self.tree.nodes[idx].atime.max(self.tree.nodes[idx].mtime));
@@ -117,7 +120,8 @@ impl Recovery {
             if gone.contains(&idx) {
                 continue;
             }
-            let extents: Vec<Extent> = node.extents.as_slice().iter().copied().filter(|extent| extent.start != HOLE).collect();
+            let extents: Vec<Extent> =
+                node.extents.as_slice().iter().copied().filter(|extent| extent.start != HOLE).collect();
             let device = usize::from(node.device);
             let mut claimed = Vec::new();
             let mut wrong = None;

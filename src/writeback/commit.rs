@@ -64,7 +64,12 @@ impl Core {
             target,
             extents,
             crcs,
-            xattrs: node.xattrs.iter().flat_map(|list| list.iter()).map(|(k, v)| (k.to_vec(), v.to_vec())).collect(),
+            xattrs: node
+                .xattrs
+                .iter()
+                .flat_map(|list| list.iter())
+                .map(|(k, v)| (k.to_vec(), v.to_vec()))
+                .collect(),
         };
         let mut out = Vec::new();
         Record::Put(Box::new(put)).encode(&mut out);
@@ -95,7 +100,8 @@ impl Core {
                         hot.write_back = WriteBack::None;
                     }
                     let waiting = std::mem::take(&mut hot.fsyncs);
-                    let (answered, later): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|(seq, _)| *seq <= entry.seq);
+                    let (answered, later): (Vec<_>, Vec<_>) =
+                        waiting.into_iter().partition(|(seq, _)| *seq <= entry.seq);
                     hot.fsyncs = later;
                     let supersedes = if stored { std::mem::take(&mut hot.supersedes) } else { Vec::new() };
                     commit.replies.extend(answered.into_iter().map(|(_, reply)| (reply, Ok(()))));
@@ -201,7 +207,11 @@ impl Store {
                 return self.settle(core);
             }
             // Wait for company, unless somebody waits for us or the writers for room.
-            while !core.queue.urgent && !core.stopping && core.waiters.is_empty() && last.elapsed() < COMMIT_EVERY {
+            while !core.queue.urgent
+                && !core.stopping
+                && core.waiters.is_empty()
+                && last.elapsed() < COMMIT_EVERY
+            {
                 if self.wake_committer.wait_until(&mut core, last + COMMIT_EVERY).timed_out() {
                     break;
                 }
@@ -217,7 +227,12 @@ impl Store {
         }
     }
 
-    fn write_commit(self: &Arc<Self>, volume: &crate::l2::volume::Volume, records: &[Vec<u8>], flush: bool) -> Option<String> {
+    fn write_commit(
+        self: &Arc<Self>,
+        volume: &crate::l2::volume::Volume,
+        records: &[Vec<u8>],
+        flush: bool,
+    ) -> Option<String> {
         if records.is_empty() {
             return None;
         }

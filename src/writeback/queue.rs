@@ -84,7 +84,9 @@ impl PublishQueue {
         loop {
             let seq = self.cursor.max(self.entries.front()?.seq);
             self.cursor = seq;
-            if self.get(seq)?.state == State::Waiting || self.get(seq)?.todo.as_ref().is_some_and(|todo| !todo.is_empty()) {
+            if self.get(seq)?.state == State::Waiting
+                || self.get(seq)?.todo.as_ref().is_some_and(|todo| !todo.is_empty())
+            {
                 return self.get_mut(seq);
             }
             self.cursor = seq + 1;

@@ -9,8 +9,8 @@ use nix::errno::Errno;
 use parking_lot::Mutex;
 
 use super::queue::{State, Work};
-use crate::l2::{Class, Direction, Io};
 use crate::l2::Extent;
+use crate::l2::{Class, Direction, Io};
 use crate::memory::{AlignedBuf, Span};
 use crate::store::Store;
 use crate::store::core::Core;
@@ -403,7 +403,8 @@ impl Store {
                 at += len;
                 match parts.last_mut() {
                     Some((last, before))
-                        if *last + before.len() as u64 == extent.start * 4096 && before.is_followed_by(&span) =>
+                        if *last + before.len() as u64 == extent.start * 4096
+                            && before.is_followed_by(&span) =>
                     {
                         *before = before.joined(&span);
                     }

@@ -33,7 +33,9 @@ pub fn mode() -> Mode {
         Ok("striped") => Mode::Striped,
         Ok("block") => Mode::Block,
         Ok("strict") => Mode::Strict,
-        Ok(other) => panic!("KVCACHEFS_TEST_MODE={other} is none of auto daemon threads memory striped block strict"),
+        Ok(other) => {
+            panic!("KVCACHEFS_TEST_MODE={other} is none of auto daemon threads memory striped block strict")
+        }
     }
 }
 
@@ -117,13 +119,22 @@ impl Mount {
         match mode() {
             Mode::Memory => Vec::new(),
             Mode::Striped => (0..3)
-                .flat_map(|at| ["--l2".to_owned(), format!("{}:{}MiB", scratch.join(format!("store.{at}")).display(), mib / 3)])
+                .flat_map(|at| {
+                    [
+                        "--l2".to_owned(),
+                        format!("{}:{}MiB", scratch.join(format!("store.{at}")).display(), mib / 3),
+                    ]
+                })
                 .collect(),
             Mode::Block => {
                 if self.loop_device.is_none() {
                     let file = scratch.join("store.0");
                     fs::File::create(&file).unwrap().set_len(mib << 20).unwrap();
-                    let out = Command::new("losetup").args(["--find", "--show", "--direct-io=on"]).arg(&file).output().unwrap();
+                    let out = Command::new("losetup")
+                        .args(["--find", "--show", "--direct-io=on"])
+                        .arg(&file)
+                        .output()
+                        .unwrap();
                     assert!(out.status.success(), "losetup: {}", String::from_utf8_lossy(&out.stderr));
                     self.loop_device = Some(String::from_utf8(out.stdout).unwrap().trim().to_owned());
                 }
@@ -175,7 +186,11 @@ impl Mount {
     /// SIGTERM: drains and unmounts.
     pub fn stop(&mut self) {
         let Some(mut daemon) = self.daemon.take() else { return };
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(daemon.id() as i32), nix::sys::signal::Signal::SIGTERM).unwrap();
+        nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(daemon.id() as i32),
+            nix::sys::signal::Signal::SIGTERM,
+        )
+        .unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             if let Some(status) = daemon.try_wait().unwrap() {
@@ -215,7 +230,13 @@ impl Mount {
 
     /// Every in-flight gauge is back to zero, and no bound was ever exceeded.
     pub fn check_quiet(&self) {
-        for gauge in ["writeback_queued_files", "writeback_in_flight_bytes", "waiting_writers", "promotions_in_flight", "device_in_flight"] {
+        for gauge in [
+            "writeback_queued_files",
+            "writeback_in_flight_bytes",
+            "waiting_writers",
+            "promotions_in_flight",
+            "device_in_flight",
+        ] {
             self.wait_for(gauge, |value| value == 0);
         }
         if !memory_only() {
@@ -233,7 +254,12 @@ impl Mount {
             if memory_only() && peak != "l1_used_peak_bytes" {
                 continue;
             }
-            assert!(self.stat(peak) <= self.stat(limit), "{peak} {} exceeds {limit} {}", self.stat(peak), self.stat(limit));
+            assert!(
+                self.stat(peak) <= self.stat(limit),
+                "{peak} {} exceeds {limit} {}",
+                self.stat(peak),
+                self.stat(limit)
+            );
         }
         assert_eq!(self.stat("crc_errors"), 0);
         assert_eq!(self.stat("store_failures"), 0);
