@@ -37,7 +37,16 @@ pub fn is_thread_of(tid: u32, tgid: u32) -> bool {
 const EXITING: u64 = 4;
 
 /// The signal that thread `tid` is dying of, if it is.
+///
+/// Asked while the thread waits for our answer to its FLUSH, so nothing here may wait for that thread in turn. Reading
+/// `/proc/PID/stat` of a thread that is in the middle of execve(2) does: the kernel holds `exec_update_lock` there, also
+/// while it closes close-on-exec descriptors, and `stat` takes it. `status` does not. A thread that closes its files
+/// because it exits has given up its address space before, and only then does `status` have no `Vm` lines.
 pub fn dying_of(tid: u32) -> Option<i32> {
+    let status = fs::read(format!("/proc/{tid}/status")).ok()?;
+    if status.split(|&byte| byte == b'\n').any(|line| line.starts_with(b"VmSize:")) {
+        return None;
+    }
     let stat = fs::read_to_string(format!("/proc/{tid}/stat")).ok()?;
     // The command name, in parentheses, may itself hold spaces and parentheses.
     let (_, rest) = stat.rsplit_once(')')?;
