@@ -23,7 +23,7 @@ use crate::units::{Bytes, Period, UnitError};
 
 mod layer;
 
-pub use layer::{ENV_PREFIX, Layer, fstab_config, keys, usage_error};
+pub use layer::{ENV_PREFIX, Layer, fstab_config, is_mount_option, keys, usage_error};
 
 /// Below this L1 holds too few KV blocks to be worth a mount, and the bounds inside have no room.
 pub const L1_MIN: Bytes = Bytes::mib(64);
