@@ -141,12 +141,21 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
             let ended = served.join();
             let _ = sender.send(Message::Ended(ended));
         })
-        .map_err(|error| Error::caused_by("thread kv-session", error))?;
+        .map_err(|error| {
+            let _ = mount::leave(&mounted.mountpoint, &mounted.number);
+            Error::caused_by("thread kv-session", error)
+        })?;
+    let mut heard = Heard { messages, ended: None, now: false };
     events.push(format!("mounted at {}", mounted.mountpoint.display()));
     log::info!("mounted at {}", mounted.mountpoint.display());
-    ready.mounted()?;
-
-    let mut heard = Heard { messages, ended: None, now: false };
+    if let Err(error) = ready.mounted() {
+        // Nobody has been told of the mount, so nobody shall find it.
+        let _ = mount::leave(&mounted.mountpoint, &mounted.number);
+        if heard.ends_within(PARTING) {
+            daemon.stop();
+        }
+        return Err(error);
+    }
     match heard.messages.recv() {
         Ok(message) => heard.note(message),
         Err(error) => return Err(Error::caused_by("waiting for the mount", error)),
