@@ -209,6 +209,8 @@ fn mount_by_helper(request: &Request, mountpoint: &Path) -> Result<OwnedFd> {
         let text = one_line(&String::from_utf8_lossy(&output.stderr));
         let remedy = if text.contains("user_allow_other") {
             "add the line user_allow_other to /etc/fuse.conf, or leave out --allow-other"
+        } else if text.contains("failed to open /dev/fuse: Permission denied") {
+            "mount as root, or open the device to users: chmod 666 /dev/fuse"
         } else if text.contains("modprobe") || text.contains("No such device") {
             "load the kernel module: modprobe fuse"
         } else {

@@ -437,6 +437,9 @@ pub fn usage_error(error: &clap::Error) -> Error {
         ErrorKind::ValueValidation => {
             use std::error::Error as _;
             let cause = error.source().map(ToString::to_string).unwrap_or_default();
+            let value = context(ContextKind::InvalidValue).unwrap_or_default();
+            // Our own types name the value; those of others leave it out.
+            let cause = if cause.contains(&value) { cause } else { format!("'{value}': {cause}") };
             Error::new(option, cause)
         }
         ErrorKind::InvalidValue
