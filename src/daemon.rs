@@ -397,6 +397,10 @@ fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Opt
 /// Raises the limit of descriptors as far as allowed, and says how many slabs that leaves room for.
 fn raise_limits(notes: &mut Vec<String>) -> usize {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_MEMLOCK) {
+        // What cannot be raised shows when L1 is locked.
+        let _ = setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard);
+    }
     let mut files = 1024;
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
         // Root may go beyond the hard limit; others up to it.

@@ -85,6 +85,11 @@ const AS_NOBODY: [&str; 5] = ["setpriv", "--reuid=65534", "--regid=65534", "--cl
 
 impl Nobodys {
     fn spawn(args: &[&str]) -> Self {
+        Self::spawn_by(&[], args)
+    }
+
+    /// `by` is a program that runs the one after it.
+    fn spawn_by(by: &[&str], args: &[&str]) -> Self {
         let scratch = tempfile::Builder::new().prefix("kvcachefs-nobody-").tempdir().unwrap();
         fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).unwrap();
         // The build directory may be closed to others.
@@ -98,7 +103,12 @@ impl Nobodys {
             exec "$@""#;
         let log = fs::File::create(scratch.path().join("log")).unwrap();
         let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-c", script, "sh"]).args(AS_NOBODY).arg("./kvcachefs").args(args);
+        command
+            .args(["--mount", "sh", "-c", script, "sh"])
+            .args(by)
+            .args(AS_NOBODY)
+            .arg("./kvcachefs")
+            .args(args);
         let daemon = command.arg(scratch.path().join("mnt"));
         let daemon = daemon.current_dir(scratch.path()).stdin(Stdio::null()).stderr(log).spawn().unwrap();
         Self { daemon, scratch }
@@ -188,4 +198,38 @@ fn memory_that_may_not_be_locked_is_said_before_it_is_missed() {
     let log = mount.log();
     assert!(log.trim_end().lines().count() == 1 && log.contains("--l1"), "{log}");
     assert!(log.contains("--lock=false") && log.contains("RLIMIT_MEMLOCK"), "{log}");
+}
+
+/// A limit that L1 fits in is enough, however many slabs it is cut into.
+#[test]
+fn a_limit_of_locked_memory_that_l1_fits_in_is_enough() {
+    const LIMIT: &str = "--memlock=67108864";
+    if run(Command::new("prlimit").args([LIMIT, "true"])).code != Some(0) {
+        eprintln!("not tested: without CAP_SYS_RESOURCE the limit cannot be set");
+        return;
+    }
+    let mut args = vec!["mount", "--l1=64MiB", "--log-level=warn"];
+    if !memory_only() {
+        args.push("--l2=l2/store:256MiB");
+    }
+    let mut mount = Nobodys::spawn_by(&["prlimit", LIMIT], &args);
+    mount.wait_mounted();
+    for at in 0..(if memory_only() { 12 } else { 24 }) {
+        let file = mount.scratch.path().join("file");
+        // Sizes differ, so slabs are resized.
+        let size = (3 << 20) + (at % 3) * 300_000;
+        fs::write(&file, bytes(at as u64, size)).unwrap();
+        let name = format!("f{at}");
+        run(&mut mount.command([Path::new("cp"), &file, &mount.dir().join(&name)])).expect_success();
+        assert!(mount.read(&name).unwrap() == bytes(at as u64, size), "{name}: {}", mount.log());
+    }
+    let stats = String::from_utf8(mount.read(".ctl/stats").unwrap()).unwrap();
+    let used: u64 =
+        stats.lines().find_map(|line| line.strip_prefix("l1_used_bytes ")).unwrap().parse().unwrap();
+    assert!(used > 32 << 20, "L1 holds no more than {used} bytes");
+    let status = fs::read_to_string(format!("/proc/{}/status", mount.daemon.id())).unwrap();
+    let locked = status.lines().find_map(|line| line.strip_prefix("VmLck:")).unwrap();
+    let locked: u64 = locked.trim().trim_end_matches(" kB").parse().unwrap();
+    assert!(locked << 10 >= used, "{locked} KiB locked of {used} bytes");
+    assert!(!mount.log().contains("no memory for a slab"), "{}", mount.log());
 }
