@@ -374,10 +374,11 @@ impl Core {
             let span = span.slice((from - start) as usize..(to - start) as usize);
             pieces.push((span, (from - offset) as usize, (to - offset) as usize));
         }
-        let in_slab = matches!(hot.blocks[first].mem, Mem::Slab);
-        let gap = match &hot.slab {
-            Some(slab) if in_slab && hot.valid_to < offset => {
-                Some(slab.span(hot.valid_to as usize..(offset as usize).min(slab.capacity_bytes() as usize)))
+        // When memory is short, some blocks of a file lie in its slab and others do not.
+        let gap = match (&hot.slab, (first..=last).find(|&index| matches!(hot.blocks[index].mem, Mem::Slab))) {
+            (Some(slab), Some(index)) => {
+                let to = offset.max(index as u64 * BLOCK).min(slab.capacity_bytes());
+                (hot.valid_to < to).then(|| slab.span(hot.valid_to as usize..to as usize))
             }
             _ => None,
         };
@@ -438,8 +439,8 @@ impl Core {
             block.version = block.version.wrapping_add(1);
             block.crc = None;
         }
-        if matches!(hot.blocks[first].mem, Mem::Slab) {
-            hot.valid_to = hot.valid_to.max(end);
+        if let Some(index) = (first..=last).rev().find(|&index| matches!(hot.blocks[index].mem, Mem::Slab)) {
+            hot.valid_to = hot.valid_to.max(end.min((index as u64 + 1) * BLOCK));
         }
         match crc {
             Some(crc) => {
