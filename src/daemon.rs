@@ -169,7 +169,7 @@ impl Daemon {
             Some((volume, recovered)) => (Some(Arc::new(volume)), recovered),
             None => {
                 notes.push("L2: memory only, what leaves L1 is gone".to_owned());
-                (None, Recovery::new(std::iter::empty(), uid, gid).finish())
+                (None, Recovery::new(uid, gid).finish())
             }
         };
         if let Some(volume) = &volume {
@@ -336,12 +336,9 @@ fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Opt
             engine: EngineOptions { depth: config.queue_depth, ..EngineOptions::default() },
         },
     };
-    let mut records = Vec::new();
+    let mut recovery = Recovery::new(uid, gid);
     let started = Instant::now();
-    let opened = Volume::open(&paths, &options, &mut |record| records.push(record))?;
-    let blocks = (0..opened.volume.device_count()).map(|device| opened.volume.data_blocks(device));
-    let mut recovery = Recovery::new(blocks, uid, gid);
-    records.into_iter().for_each(|record| recovery.visit(record));
+    let opened = Volume::open(&paths, &options, &mut recovery)?;
     let recovered = recovery.finish();
     if opened.fresh {
         log::info!(
