@@ -519,10 +519,9 @@ say('done')
                 }
             });
         }
-        for writer in &mut writers {
-            writer.at("done");
-        }
+        let heard: Vec<String> = writers.iter_mut().map(Client::last_words).collect();
         done.store(true, Ordering::Relaxed);
+        assert!(heard.iter().all(|heard| heard == "done"), "{heard:?}");
     });
     writers.into_iter().for_each(Client::end);
     assert!(versions[1..].contains(&fs::read(mount.at("f")).unwrap()));

@@ -208,7 +208,7 @@ impl Filesystem for KvFs {
 
     fn setattr(
         &self,
-        _req: &Request,
+        req: &Request,
         ino: INodeNo,
         mode: Option<u32>,
         uid: Option<u32>,
@@ -244,6 +244,7 @@ impl Filesystem for KvFs {
             ino.0,
             fh.is_some(),
             size,
+            &caller(req),
             Box::new(move |result| {
                 let result = match result {
                     Ok(_) if !only_size => store.setattr(ino.0, change),

@@ -14,11 +14,13 @@ use std::time::Instant;
 use nix::errno::Errno;
 use smallvec::SmallVec;
 
+use super::again::{Expected, Intent};
 use super::attr::Attr;
 use super::core::{Core, now};
 use super::hot::{BLOCK, BLOCK_PAGES, Block, BlockIo, Hot, Mem, Phase, Place, block_len};
 use super::node::{DURABLE, Idx, Kind, NAMED, NodeId, SLOT};
 use super::open::Handle;
+use super::process::Caller;
 use super::{AttrReply, Store, UnitReply, WriteReply};
 use crate::memory::Span;
 
@@ -594,8 +596,23 @@ impl Core {
     }
 
     /// Whether `ino` may be truncated where it is, or has to be looked up again (rule R3b).
-    fn check_truncate(&mut self, ino: u64, with_handle: bool) -> Result<NodeId, Errno> {
-        let idx = self.resolve(ino)?;
+    fn check_truncate(&mut self, ino: u64, with_handle: bool, caller: &Caller) -> Result<NodeId, Errno> {
+        let expected = if with_handle { None } else { self.arrived(ino, Intent::Write, caller) };
+        let result = self.may_truncate(ino, with_handle, expected.as_ref(), caller);
+        if let Some(expected) = expected {
+            self.give_up(expected);
+        }
+        result
+    }
+
+    fn may_truncate(
+        &mut self,
+        ino: u64,
+        with_handle: bool,
+        expected: Option<&Expected>,
+        caller: &Caller,
+    ) -> Result<NodeId, Errno> {
+        let Ok(idx) = self.resolve(ino) else { return Err(self.gone(ino, Intent::Write, caller, 0)) };
         if self.node(idx).kind() != Kind::File {
             return Err(if self.node(idx).kind() == Kind::Dir { Errno::EISDIR } else { Errno::EINVAL });
         }
@@ -608,15 +625,15 @@ impl Core {
         let read = hot.sealed()
             && (hot.passthrough_handles() > 0
                 || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
-        let promised = hot.promised > 0;
-        if read && named {
-            self.copy_and_promise(idx)?;
-            return Err(Errno::ESTALE);
+        let id = self.id(idx);
+        if read
+            && named
+            && expected.is_none_or(|expected| !expected.found(id))
+            && let Some((parent, name)) = self.place_of(idx)
+        {
+            return Err(self.send_again(parent, &name, Intent::Write, caller, 0));
         }
-        if promised && !with_handle {
-            self.hot_mut(idx).promised -= 1;
-        }
-        Ok(self.id(idx))
+        Ok(id)
     }
 }
 
@@ -685,8 +702,15 @@ impl Store {
     }
 
     /// Truncation by path or by handle.
-    pub fn truncate(self: &Arc<Self>, ino: u64, with_handle: bool, size: u64, reply: AttrReply) {
-        let id = match self.with(|core| core.check_truncate(ino, with_handle)) {
+    pub fn truncate(
+        self: &Arc<Self>,
+        ino: u64,
+        with_handle: bool,
+        size: u64,
+        caller: &Caller,
+        reply: AttrReply,
+    ) {
+        let id = match self.with(|core| core.check_truncate(ino, with_handle, caller)) {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };

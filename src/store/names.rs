@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use nix::errno::Errno;
+use smallvec::SmallVec;
 
 use super::attr::NAME_MAX;
 use super::core::{Core, now};
@@ -66,7 +67,14 @@ impl Core {
 
     /// The private version of `name` that `caller` means: its thread's own, else its process's newest.
     pub fn own_private(&self, parent: Idx, name: &[u8], caller: &Caller, any_unknown: bool) -> Option<Idx> {
-        let all = self.tree.privates(parent, name);
+        // What was made for an open that has not arrived yet is nobody's.
+        let all: SmallVec<[Idx; 2]> = self
+            .tree
+            .privates(parent, name)
+            .iter()
+            .copied()
+            .filter(|&idx| self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.opened))
+            .collect();
         let made_by = |idx: &&Idx| {
             self.hot(**idx).and_then(|hot| hot.private()).map(|private| (private.tid, private.tgid))
         };

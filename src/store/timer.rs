@@ -17,11 +17,6 @@ impl Core {
     fn due(&mut self, id: NodeId, now: Instant) {
         let Some(idx) = self.by_id(id) else { return };
         self.end_waits(idx, now);
-        let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
-        if hot.promised > 0 && hot.promised_until.is_some_and(|until| until <= now) {
-            hot.promised = 0;
-            self.close_if_done(idx);
-        }
     }
 
     fn end_waits(&mut self, idx: Idx, now: Instant) {
@@ -89,6 +84,7 @@ impl Store {
             }
             if tend <= now {
                 core.end_changes(now);
+                core.end_expectations(now);
                 if !core.waiters.is_empty() {
                     core.wakes.admission = true;
                     core.wakes.writer = true;
