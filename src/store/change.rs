@@ -36,10 +36,28 @@ pub struct Waiter {
 }
 
 pub enum Change {
-    Write { offset: u64, data: Vec<u8>, reply: WriteReply },
-    Truncate { size: u64, ino: u64, reply: AttrReply },
-    Zero { offset: u64, len: u64, keep_size: bool, reply: UnitReply },
-    Extend { size: u64, reply: UnitReply },
+    Write {
+        offset: u64,
+        data: Vec<u8>,
+        reply: WriteReply,
+    },
+    /// Of a path, not of a handle: then the version is kept open for it.
+    Truncate {
+        size: u64,
+        ino: u64,
+        by_path: bool,
+        reply: AttrReply,
+    },
+    Zero {
+        offset: u64,
+        len: u64,
+        keep_size: bool,
+        reply: UnitReply,
+    },
+    Extend {
+        size: u64,
+        reply: UnitReply,
+    },
 }
 
 /// Why a change cannot go on right now.
@@ -599,8 +617,30 @@ impl Core {
     fn check_truncate(&mut self, ino: u64, with_handle: bool, caller: &Caller) -> Result<NodeId, Errno> {
         let expected = if with_handle { None } else { self.arrived(ino, Intent::Write, caller) };
         let result = self.may_truncate(ino, with_handle, expected.as_ref(), caller);
+        if let Ok(id) = result
+            && !with_handle
+        {
+            self.hot_mut(id.idx()).promised += 1;
+        }
         if let Some(expected) = expected {
             self.give_up(expected);
+        }
+        result
+    }
+
+    /// A truncation by path is over, well or not.
+    pub fn end_truncate(&mut self, id: NodeId) {
+        if let Some(idx) = self.by_id(id) {
+            let hot = self.hot_mut(idx);
+            hot.promised = hot.promised.saturating_sub(1);
+            self.close_if_done(idx);
+        }
+    }
+
+    fn try_truncate(&mut self, id: NodeId, size: u64, by_path: bool) -> Result<(), Stop> {
+        let result = self.truncate(id, size);
+        if by_path && matches!(result, Ok(()) | Err(Stop::Fail(_))) {
+            self.end_truncate(id);
         }
         result
     }
@@ -714,10 +754,11 @@ impl Store {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };
-        match self.with(|core| core.truncate(id, size)).into() {
+        let by_path = !with_handle;
+        match self.with(|core| core.try_truncate(id, size, by_path)).into() {
             Tried::Done(Ok(())) => reply(self.getattr(ino)),
             Tried::Done(Err(errno)) => reply(Err(errno)),
-            Tried::Wait { loading } => self.wait(id, Change::Truncate { size, ino, reply }, loading),
+            Tried::Wait { loading } => self.wait(id, Change::Truncate { size, ino, by_path, reply }, loading),
         }
     }
 
@@ -825,13 +866,13 @@ impl Store {
                     }
                     Tried::Wait { loading } => (Change::Write { offset, data, reply }, loading),
                 },
-                Change::Truncate { size, ino, reply } => {
-                    match self.with(|core| core.truncate(waiter.id, size)).into() {
+                Change::Truncate { size, ino, by_path, reply } => {
+                    match self.with(|core| core.try_truncate(waiter.id, size, by_path)).into() {
                         Tried::Done(result) => {
                             reply(result.and_then(|()| self.getattr(ino)));
                             continue;
                         }
-                        Tried::Wait { loading } => (Change::Truncate { size, ino, reply }, loading),
+                        Tried::Wait { loading } => (Change::Truncate { size, ino, by_path, reply }, loading),
                     }
                 }
                 Change::Extend { size, reply } => {

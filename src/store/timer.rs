@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::Store;
+use super::change::Change;
 use super::change::Waiter;
 use super::core::Core;
 use super::node::{Idx, NodeId};
@@ -56,6 +57,9 @@ impl Core {
             self.event(
                 "a write waited for room until its deadline, in which the devices took nothing".to_owned(),
             );
+            if matches!(waiter.change, Change::Truncate { by_path: true, .. }) {
+                self.end_truncate(waiter.id);
+            }
             self.reply(move || waiter.change.fail(Errno::EIO));
             self.wakes.admission = true;
         }
