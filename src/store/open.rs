@@ -257,7 +257,10 @@ impl Core {
             self.remove_records(supersedes);
             return;
         }
+        // Without the version that shows its bytes nothing may be left that keeps the original: no name, no record.
+        self.hot_mut(old).held += 1;
         self.drop_name(new, None, true);
+        self.hot_mut(old).held -= 1;
         self.hot_mut(old).supersedes.extend(supersedes.into_iter().filter(|id| *id != old_id));
         self.tree.link(old, parent, &name);
         let node = self.node_mut(old);
@@ -265,6 +268,11 @@ impl Core {
         node.xattrs = xattrs;
         self.changed(old);
         self.touch(old);
+        if !self.settings.memory_only && !self.is_durable(old) {
+            // Its turn in the publish queue may have come while it had no name.
+            self.store_soon(old);
+        }
+        self.tidy(old);
         self.invalidate(old);
     }
 
