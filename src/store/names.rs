@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use nix::errno::Errno;
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::attr::NAME_MAX;
@@ -208,6 +209,17 @@ impl Core {
     }
 }
 
+/// Calls once nobody has a reference any more.
+struct OnDrop(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        if let Some(call) = self.0.get_mut().take() {
+            call();
+        }
+    }
+}
+
 impl Store {
     pub fn mkdir(
         self: &Arc<Self>,
@@ -247,6 +259,28 @@ impl Store {
         caller: &Caller,
     ) -> Result<(), Errno> {
         self.with(|core| core.rename(parent, name, new_parent, new_name, flags, caller))
+    }
+
+    /// Calls `ready` when a listing shows every file whose last close has returned: once those that have been closed
+    /// are released, or after the bounded wait. A directory is opened for that, not read: no lock is held meanwhile.
+    pub fn before_listing(self: &Arc<Self>, ino: u64, ready: impl FnOnce() + Send + 'static) {
+        let ready: Arc<OnDrop> = Arc::new(OnDrop(Mutex::new(Some(Box::new(ready)))));
+        self.with(|core| {
+            let Ok(parent) = core.resolve(ino) else { return };
+            let releasing: Vec<(Idx, Box<[u8]>)> = core
+                .tree
+                .privates_in(parent)
+                .filter(|(idx, _)| {
+                    let private = core.hot(*idx).and_then(|hot| hot.private());
+                    private.is_some_and(|private| private.flushed && !private.waited)
+                })
+                .map(|(idx, name)| (idx, name.into()))
+                .collect();
+            for (idx, name) in releasing {
+                let ready = ready.clone();
+                core.wait_for_release(idx, parent, &name, Box::new(move |_| drop(ready)));
+            }
+        });
     }
 
     /// Lists a directory from `cookie` on until `take` says that it has enough.

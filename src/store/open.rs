@@ -95,6 +95,16 @@ impl Core {
         }
     }
 
+    /// Answers when `idx` has been released, or after the bounded wait.
+    pub fn wait_for_release(&mut self, idx: Idx, parent: Idx, name: &[u8], reply: EntryReply) {
+        let deadline = Instant::now() + self.settings.publish_wait;
+        let id = self.id(idx);
+        self.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
+        self.deadlines.push((deadline, id));
+        self.counters.publish_waits += 1;
+        self.wakes.timer = true;
+    }
+
     /// Answers the lookups that waited for `idx` with what is there now.
     pub fn answer_lookups(&mut self, idx: Idx) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
@@ -472,15 +482,10 @@ impl Store {
     pub fn lookup_later(self: &Arc<Self>, parent: u64, name: &[u8], caller: &Caller, reply: EntryReply) {
         self.with(|core| match core.find(parent, name, caller) {
             Ok(Found::Releasing(idx)) => {
-                let deadline = Instant::now() + core.settings.publish_wait;
-                let id = core.id(idx);
                 let Ok(parent) = core.resolve_dir(parent) else {
                     return core.reply(move || reply(Err(Errno::ENOENT)));
                 };
-                core.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
-                core.deadlines.push((deadline, id));
-                core.counters.publish_waits += 1;
-                core.wakes.timer = true;
+                core.wait_for_release(idx, parent, name, reply);
             }
             Ok(Found::Node(idx, shown)) => {
                 let entry = core.entry(idx, shown);
@@ -553,6 +558,8 @@ impl Store {
             let Some(idx) = core.by_id(handle.id) else { return };
             if let Some(private) = core.hot_mut(idx).private_mut() {
                 private.flushed = true;
+                // Another close, which may be the last: it is waited for like the first.
+                private.waited = false;
                 private.killed |= killed;
             }
         });
