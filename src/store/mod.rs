@@ -10,6 +10,7 @@
 //! versions visible and seals them, `writeback` takes them to the device, `read` and `promote` bring them back,
 //! `space` decides what leaves.
 
+pub mod again;
 pub mod attr;
 pub mod change;
 pub mod core;

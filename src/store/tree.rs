@@ -146,6 +146,14 @@ impl Tree {
         self.privates.get(&(parent, Box::from(name))).map_or(&[], SmallVec::as_slice)
     }
 
+    /// All private names of one directory.
+    pub fn privates_in(&self, parent: Idx) -> impl Iterator<Item = (Idx, &[u8])> {
+        self.privates
+            .iter()
+            .filter(move |((dir, _), _)| *dir == parent)
+            .flat_map(|((_, name), all)| all.iter().map(move |idx| (*idx, &**name)))
+    }
+
     pub fn private_count(&self) -> usize {
         self.privates.len()
     }
