@@ -174,6 +174,9 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
             log::warn!("clients still use the mount; ending without them");
         }
     }
+    if heard.ended.is_some() && mount::is_gone(&mounted.number) {
+        daemon.store.close_all();
+    }
     // After the last client has gone: what it wrote meanwhile.
     let stored = stored.and_then(|()| daemon.finish(timeout, || heard.wants_now()));
     let Some(served) = heard.ended else {

@@ -360,6 +360,15 @@ pub fn unmount(mountpoint: &Path, lazy: bool) -> Result<()> {
     }
 }
 
+/// Whether nobody can have a file of this mount open any more. It may be gone from one place and be mounted in another,
+/// or its connection may have been cut (`umount -f`) while clients still hold files.
+pub fn is_gone(number: &str) -> bool {
+    let mounted = mounts().map_or(true, |all| all.iter().any(|entry| entry.number == number));
+    let minor = number.rsplit(':').next().unwrap_or_default();
+    // Where the kernel's list of connections can be seen, ours leaves it with the last user.
+    !mounted && !Path::new("/sys/fs/fuse/connections").join(minor).exists()
+}
+
 /// Detaches the daemon's own mount, if it is still there. Somebody may have unmounted it long ago, while clients kept
 /// it alive, and mounted another: that one is not ours to take away.
 ///

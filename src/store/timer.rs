@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::Store;
+use super::change::Change;
 use super::change::Waiter;
 use super::core::Core;
 use super::node::{Idx, NodeId};
@@ -17,11 +18,6 @@ impl Core {
     fn due(&mut self, id: NodeId, now: Instant) {
         let Some(idx) = self.by_id(id) else { return };
         self.end_waits(idx, now);
-        let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
-        if hot.promised > 0 && hot.promised_until.is_some_and(|until| until <= now) {
-            hot.promised = 0;
-            self.close_if_done(idx);
-        }
     }
 
     fn end_waits(&mut self, idx: Idx, now: Instant) {
@@ -61,6 +57,9 @@ impl Core {
             self.event(
                 "a write waited for room until its deadline, in which the devices took nothing".to_owned(),
             );
+            if matches!(waiter.change, Change::Truncate { by_path: true, .. }) {
+                self.end_truncate(waiter.id);
+            }
             self.reply(move || waiter.change.fail(Errno::EIO));
             self.wakes.admission = true;
         }
@@ -89,6 +88,7 @@ impl Store {
             }
             if tend <= now {
                 core.end_changes(now);
+                core.end_expectations(now);
                 if !core.waiters.is_empty() {
                     core.wakes.admission = true;
                     core.wakes.writer = true;
