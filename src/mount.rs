@@ -49,6 +49,7 @@ pub struct Request {
     pub fsname: String,
     pub fuse_device: PathBuf,
     pub read_only: bool,
+    pub noexec: bool,
     pub allow_other: bool,
     pub default_permissions: bool,
 }
@@ -60,6 +61,7 @@ impl From<&Config> for Request {
             fsname: config.fsname.clone(),
             fuse_device: config.fuse_device.clone(),
             read_only: config.read_only,
+            noexec: config.noexec,
             allow_other: config.allow_other,
             default_permissions: config.default_permissions,
         }
@@ -164,6 +166,7 @@ pub fn mount(request: &Request) -> Result<Mounted> {
 fn mount_directly(request: &Request, mountpoint: &Path, device: &OwnedFd) -> Result<(), Errno> {
     let mut flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     flags.set(MsFlags::MS_RDONLY, request.read_only);
+    flags.set(MsFlags::MS_NOEXEC, request.noexec);
     let mut data =
         format!("fd={},rootmode=40000,user_id={},group_id={}", device.as_raw_fd(), getuid(), getgid());
     for option in kernel_options(request) {
@@ -191,7 +194,10 @@ fn mount_by_helper(request: &Request, mountpoint: &Path) -> Result<OwnedFd> {
         .remedy("run as root or leave out --fuse-device"));
     }
     let mut options = format!("fsname={},subtype={SUBTYPE},nosuid,nodev", escaped(&request.fsname));
-    for option in kernel_options(request).chain(request.read_only.then_some("ro")) {
+    for option in kernel_options(request)
+        .chain(request.read_only.then_some("ro"))
+        .chain(request.noexec.then_some("noexec"))
+    {
         options.push(',');
         options.push_str(option);
     }
@@ -427,6 +433,7 @@ mod tests {
             fsname: "test".to_owned(),
             fuse_device: PathBuf::from(FUSE_DEVICE),
             read_only: false,
+            noexec: false,
             allow_other: false,
             default_permissions: true,
         }

@@ -166,6 +166,9 @@ fn a_store_in_use_and_a_mount_point_that_is_busy() {
 fn a_mount_whose_daemon_is_stopped_is_busy_and_nobody_hangs() {
     let mount = Mount::new();
     mount.signal(nix::sys::signal::Signal::SIGSTOP);
+    let tasks = || fs::read_dir(format!("/proc/{}/task", mount.pid())).unwrap().flatten();
+    let stat = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
+    wait_until("every thread is stopped", || tasks().all(|task| stat(task).contains(") T ")));
     let dir = mount.path().to_str().unwrap().to_owned();
     let said = run(&mut kvcachefs(["mount", "--l1=64MiB", "--log-level=error", &dir]));
     mount.signal(nix::sys::signal::Signal::SIGCONT);

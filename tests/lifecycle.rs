@@ -354,3 +354,19 @@ fn mount_tables_know_the_type_and_the_source() {
     let row = df.stdout.lines().nth(1).unwrap().split_whitespace().collect::<Vec<_>>();
     assert_eq!((row[0], row[1], row[6]), (source.as_str(), "fuse.kvcachefs", dir));
 }
+
+#[test]
+fn nothing_is_executed_where_that_is_not_wanted() {
+    use std::os::unix::fs::PermissionsExt;
+    let mut mount = Mount::new();
+    for (options, runs) in [(&[][..], true), (&["-o", "noexec"], false), (&["-o", "noexec,exec"], true)] {
+        mount.stop();
+        mount.set_extra(options);
+        mount.start();
+        let program = mount.at("program");
+        fs::copy("/bin/true", &program).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        let ran = Command::new(&program).status();
+        assert_eq!(ran.is_ok(), runs, "{options:?}: {ran:?}");
+    }
+}

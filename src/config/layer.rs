@@ -74,6 +74,10 @@ pub struct Layer {
     #[arg(long, value_name = "BOOL", help_heading = ACCESS, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
     pub read_only: Option<bool>,
 
+    /// Let nothing on the mount be executed.
+    #[arg(long, value_name = "BOOL", help_heading = ACCESS, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
+    pub noexec: Option<bool>,
+
     /// Let the kernel check owners and modes, as on any file system. Default: true.
     #[arg(long, value_name = "BOOL", help_heading = ACCESS, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
     pub default_permissions: Option<bool>,
@@ -250,6 +254,7 @@ impl Layer {
                 ("", _) => {}
                 ("ro", None) => pairs.push(("read_only", None)),
                 ("rw", None) => pairs.push(("read_only", Some("false"))),
+                ("exec", None) => pairs.push(("noexec", Some("false"))),
                 ("config", _) => {}
                 _ if is_generic_mount_option(key) => {}
                 _ => pairs.push((key, value)),
@@ -298,6 +303,7 @@ impl Layer {
             evict,
             allow_other,
             read_only,
+            noexec,
             default_permissions,
             fsname,
             fuse_device,
@@ -343,7 +349,7 @@ pub fn is_mount_option(key: &str) -> bool {
 
 /// Options of mount(8), systemd and fstab that say nothing to a file system.
 fn is_generic_mount_option(key: &str) -> bool {
-    const GENERIC: [&str; 25] = [
+    const GENERIC: [&str; 24] = [
         "auto",
         "noauto",
         "user",
@@ -359,7 +365,6 @@ fn is_generic_mount_option(key: &str) -> bool {
         "suid",
         "nosuid",
         "exec",
-        "noexec",
         "atime",
         "noatime",
         "relatime",

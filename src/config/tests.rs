@@ -1,3 +1,5 @@
+use std::fs;
+
 use super::*;
 use std::ffi::OsString;
 
@@ -123,7 +125,7 @@ fn an_environment_error_names_the_variable() {
     for (name, value, expected) in [
         ("KVCACHEFS_L1", "4", "KVCACHEFS_L1: --l1: size '4' has no unit"),
         ("KVCACHEFS_ALLOW_OTHER", "perhaps", "KVCACHEFS_ALLOW_OTHER"),
-        ("KVCACHEFS_L2", "/a:1GiB,/b:2", "KVCACHEFS_L2: --l2: size '2' has no unit"),
+        ("KVCACHEFS_L2", "/a:1GiB,/b:2", "KVCACHEFS_L2: --l2: '/b:2': size '2' has no unit"),
         ("KVCACHEFS_EVICT", "some", "KVCACHEFS_EVICT: --evict: eviction 'some' is unknown; use lru or none"),
     ] {
         let error = env(&[(name, value)]).expect_err(name).to_string();

@@ -44,10 +44,14 @@ impl Outcome {
     }
 }
 
-/// The program with these arguments and an environment without options.
+/// The program with these arguments, in an environment without options.
 pub fn kvcachefs<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(binary());
     command.args(args);
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("KVCACHEFS_"))
+    {
+        command.env_remove(name);
+    }
     command
 }
 
