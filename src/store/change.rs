@@ -701,8 +701,7 @@ impl Core {
         let posix = named && self.tree.posix(parent);
         let hot = self.hot_mut(idx);
         let read = hot.sealed()
-            && (hot.passthrough_handles() > 0
-                || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
+            && (hot.must_not_change() || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
         let id = self.id(idx);
         if read
             && named

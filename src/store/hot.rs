@@ -277,6 +277,11 @@ impl Hot {
         self.opened.iter().map(|opened| opened.handles).sum()
     }
 
+    /// Whatever its directory or kind allows: the kernel reads these bytes by itself, or another version shows them.
+    pub fn must_not_change(&self) -> bool {
+        self.passthrough_handles() > 0 || self.based > 0
+    }
+
     pub fn passthrough_handles(&self) -> u32 {
         self.opened
             .iter()
