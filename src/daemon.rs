@@ -210,6 +210,7 @@ impl Daemon {
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
         core.space.allocated = allocated_pages;
         core.space.peak = allocated_pages;
+        core.counters.recovery_bytes = volume.as_ref().map_or(0, |volume| volume.recovery_bytes());
         for idx in by_recency {
             core.touch(idx);
         }
@@ -351,7 +352,7 @@ fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Opt
             "store opened: {} files, {} in use, {} of catalog read in {:?}",
             recovered.tree.files,
             Bytes(recovered.allocated_pages * 4096),
-            Bytes(opened.recovery_bytes),
+            Bytes(opened.volume.recovery_bytes()),
             started.elapsed()
         );
     }
