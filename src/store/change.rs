@@ -27,6 +27,8 @@ pub struct Waiter {
     pub id: NodeId,
     pub change: Change,
     pub deadline: Instant,
+    /// Bytes that the devices had taken when the deadline was set: while they take more, it moves (rule R7).
+    pub written: u64,
     /// It waits for a block to come from the device, not for room: others may pass it.
     pub loading: bool,
 }
@@ -672,7 +674,8 @@ impl Store {
     fn wait(self: &Arc<Self>, id: NodeId, change: Change, loading: bool) {
         self.with(|core| {
             let deadline = Instant::now() + core.settings.request_deadline;
-            core.waiters.push_back(Waiter { id, change, deadline, loading });
+            let written = core.counters.writeback_bytes;
+            core.waiters.push_back(Waiter { id, change, deadline, written, loading });
             core.counters.waits += 1;
             core.counters.waiters_peak = core.counters.waiters_peak.max(core.waiters.len() as u64);
             core.wakes.writer = true;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::Store;
+use super::change::Waiter;
 use super::core::Core;
 use super::node::{Idx, NodeId};
 
@@ -46,13 +47,20 @@ impl Core {
         }
     }
 
-    /// Changes that have waited too long: the device makes no progress any more.
+    /// Changes that have waited too long. As long as the devices take bytes, a slow device is all that is wrong, and
+    /// the writers' turn will come (rule R7); once they take none for a whole deadline, they have failed.
     fn end_changes(&mut self, now: Instant) {
-        while self.waiters.iter().any(|waiter| waiter.deadline <= now) {
-            let Some(at) = self.waiters.iter().position(|waiter| waiter.deadline <= now) else { return };
+        let (written, more) = (self.counters.writeback_bytes, self.settings.request_deadline);
+        let due = |waiter: &&mut Waiter| waiter.deadline <= now && waiter.written < written;
+        for waiter in self.waiters.iter_mut().filter(due) {
+            (waiter.written, waiter.deadline) = (written, now + more);
+        }
+        while let Some(at) = self.waiters.iter().position(|waiter| waiter.deadline <= now) {
             let Some(waiter) = self.waiters.remove(at) else { return };
             self.counters.timeouts += 1;
-            self.event("a write waited for room until its deadline".to_owned());
+            self.event(
+                "a write waited for room until its deadline, in which the devices took nothing".to_owned(),
+            );
             self.reply(move || waiter.change.fail(Errno::EIO));
             self.wakes.admission = true;
         }
