@@ -604,10 +604,11 @@ impl Core {
             (node.has(NAMED), node.parent, node.has(SLOT), node.size)
         };
         let posix = named && self.tree.posix(parent);
+        let stored = self.is_stored(idx);
         let hot = self.hot_mut(idx);
         let read = hot.sealed()
             && (hot.passthrough_handles() > 0
-                || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
+                || ((hot.handles() > 0 || stored) && !posix && !slot && size > 0 && !with_handle));
         let promised = hot.promised > 0;
         if read && named {
             self.copy_and_promise(idx)?;

@@ -78,7 +78,10 @@ pub struct Block {
     pub reserved: u32,
     /// Where it is on the device, while the file is unsealed. Empty: nowhere, or a hole.
     pub place: Place,
+    /// Checksum of the bytes as they are now, if it is known.
     pub crc: Option<u32>,
+    /// Checksum and length of what is at `place`: once the block is dirty again, that is something else.
+    pub stored: (u32, u32),
     /// Its bytes could not be read back, or were wrong: EIO until written again.
     pub bad: bool,
     /// Looked at since the last eviction came by (second chance within large files).

@@ -23,7 +23,7 @@ use super::core::{Core, now};
 use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
 use super::lists::Droppable;
 use super::names::check_name;
-use super::node::{ALIAS_BASE, Detail, Idx, Kind, LOST, MOVED, NAMED, NONE, NodeId, SLOT};
+use super::node::{ALIAS_BASE, DURABLE, Detail, Idx, Kind, LOST, MOVED, NAMED, NONE, NodeId, SLOT};
 use super::process::{Caller, dying_of, process_of};
 use super::{Answer, EntryReply, Store};
 use crate::l1::Slab;
@@ -280,6 +280,12 @@ impl Core {
         self.invalidate(old);
     }
 
+    /// Whether this version is on the device or on its way there: then it is what a crash brings back, whole, until
+    /// the next one is stored (rule R1). So that next one has to be a version of its own.
+    pub fn is_stored(&self, idx: Idx) -> bool {
+        self.node(idx).has(DURABLE) || self.in_write_back(idx)
+    }
+
     pub fn may_passthrough(&self, idx: Idx) -> bool {
         let node = self.node(idx);
         self.settings.passthrough
@@ -307,6 +313,7 @@ impl Core {
         let (write, truncate) = (writes(flags), flags & libc::O_TRUNC != 0);
         let (size, parent, slot, named) = (node.size, node.parent, node.has(SLOT), node.has(NAMED));
         let posix = named && self.tree.posix(parent);
+        let stored = self.is_stored(idx);
         let hot = self.hot_mut(idx);
         let (handles, passthrough) = (hot.handles(), hot.passthrough_handles());
         let promised = hot.promised > 0;
@@ -339,7 +346,7 @@ impl Core {
         if write {
             let fresh = match &hot.phase {
                 Phase::Private(_) | Phase::Open => false,
-                Phase::Sealed => passthrough > 0 || (handles > 0 && !posix && !slot && size > 0),
+                Phase::Sealed => passthrough > 0 || ((handles > 0 || stored) && !posix && !slot && size > 0),
             };
             if fresh && named {
                 self.copy_and_promise(idx)?;
