@@ -87,6 +87,8 @@ struct Writer {
     /// A durable file that was renamed: from, to, what it is, what was there before. It is in one of the two places.
     moved: Option<(usize, usize, Version, Option<Version>)>,
     next_seed: u64,
+    /// Every version that was ever begun, to say what was found where it must not be.
+    made: Vec<(usize, Version)>,
     crashed: bool,
 }
 
@@ -94,7 +96,7 @@ impl Writer {
     fn new(at: usize, dir: PathBuf, seed: u64) -> Self {
         let names = vec![Name::default(); NAMES];
         let next_seed = (at as u64 + 1) << 32;
-        Self { dir, rng: Rng::new(seed), names, moved: None, next_seed, crashed: false }
+        Self { dir, rng: Rng::new(seed), names, moved: None, next_seed, made: Vec::new(), crashed: false }
     }
 
     fn path(&self, name: usize) -> PathBuf {
@@ -117,6 +119,7 @@ impl Writer {
         if self.moved.as_ref().is_some_and(|(from, to, ..)| [*from, *to].contains(&name)) {
             self.moved = None;
         }
+        self.made.extend(version.clone().map(|version| (name, version)));
         self.names[name].later.push(version);
     }
 
@@ -130,6 +133,7 @@ impl Writer {
     /// Writes a file as most programs do: open, several writes, close.
     fn write(&mut self, name: usize, version: &Version) -> io::Result<()> {
         let content = version.content();
+        self.made.push((name, version.clone()));
         let mut file = File::create(self.path(name))?;
         for part in content.chunks(1 + self.rng.below(200_000) as usize) {
             file.write_all(part)?;
@@ -264,11 +268,18 @@ impl Writer {
                 known.clone().find(|version| version.len == content.len() && version.content() == *content)
             });
             if version == Some(None) {
-                let len = content.unwrap().len();
-                let known: Vec<_> = known.collect();
+                let content = content.unwrap();
+                let is = self.made.iter().rev().find(|(_, version)| {
+                    let whole = version.content();
+                    let shared = whole.len().min(content.len()).min(8);
+                    whole[..shared] == content[..shared]
+                });
                 panic!(
-                    "{what}: n{at} of {} has {len} bytes that are no version of it: {known:?}",
-                    self.dir.display()
+                    "{what}: n{at} of {} has {} bytes that are no version of it, but of {is:?}; durable was {:?}, then {:?}",
+                    self.dir.display(),
+                    content.len(),
+                    name.durable,
+                    name.later
                 );
             }
             let version = version.flatten().cloned();
