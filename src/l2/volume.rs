@@ -46,7 +46,12 @@ pub trait CatalogReader {
     fn record(&mut self, record: Record);
 }
 
+/// Puts an engine in front of a device's own, such as [`super::Faulty`].
+pub type Wrap = fn(Arc<dyn Engine>) -> Arc<dyn Engine>;
+
 pub struct VolumeOptions {
+    /// For tests.
+    pub wrap: Option<Wrap>,
     pub format: bool,
     pub files_max: Option<u64>,
     pub device: DeviceOptions,
@@ -95,7 +100,10 @@ impl Volume {
         for (path, size) in paths {
             let device = open_patiently(path, &DeviceOptions { size: *size, ..options.device.clone() })
                 .map_err(|error| Error::new("", error))?;
-            devices.push(device);
+            devices.push(match options.wrap {
+                Some(wrap) => device.wrap(wrap),
+                None => device,
+            });
         }
         let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
         let blank = found.iter().all(|found| *found == Found::Blank);
