@@ -699,9 +699,11 @@ impl Core {
             (node.has(NAMED), node.parent, node.has(SLOT), node.size)
         };
         let posix = named && self.tree.posix(parent);
+        let stored = self.is_stored(idx);
         let hot = self.hot_mut(idx);
         let read = hot.sealed()
-            && (hot.must_not_change() || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
+            && (hot.must_not_change()
+                || ((hot.handles() > 0 || stored) && !posix && !slot && size > 0 && !with_handle));
         let id = self.id(idx);
         if read
             && named
