@@ -24,6 +24,16 @@ fn full() -> bool {
     std::env::var_os("KVCACHEFS_TEST_FULL").is_some()
 }
 
+/// Says which bytes are wrong.
+fn assert_same(read: &[u8], wanted: &[u8], what: &str) {
+    assert_eq!(read.len(), wanted.len(), "length of {what}");
+    let wrong: Vec<usize> = (0..read.len()).filter(|&at| read[at] != wanted[at]).collect();
+    if let (Some(first), Some(last)) = (wrong.first(), wrong.last()) {
+        let start = &read[*first..read.len().min(first + 8)];
+        panic!("{what}: {} bytes from {first} to {last} are wrong, {start:x?}", wrong.len());
+    }
+}
+
 /// Runs every job in a thread of its own. Whoever is still at it after `patience` hangs.
 fn all(jobs: Vec<Box<dyn FnOnce() + Send>>, patience: Duration) {
     let (sender, done) = channel();
@@ -70,7 +80,7 @@ fn sixty_four_writers_finish_under_a_small_dirty_bound() {
     mount.check_bounds();
     for client in 0..CLIENTS {
         let read = fs::read(mount.at(&format!("f{client}"))).unwrap();
-        assert!(read == bytes(client as u64, size), "file of writer {client}");
+        assert_same(&read, &bytes(client as u64, size), &format!("file of writer {client}"));
     }
     assert_eq!(mount.stat("timeouts"), 0);
     mount.check_quiet();

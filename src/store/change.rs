@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use super::attr::Attr;
 use super::core::{Core, now};
 use super::hot::{BLOCK, BLOCK_PAGES, Block, BlockIo, Hot, Mem, Phase, Place, block_len};
-use super::node::{DURABLE, Idx, Kind, NAMED, NodeId, SLOT};
+use super::node::{DURABLE, Idx, Kind, NAMED, NONE, NodeId, SLOT};
 use super::open::Handle;
 use super::{AttrReply, Store, UnitReply, WriteReply};
 use crate::memory::Span;
@@ -199,7 +199,14 @@ impl Core {
             let hot = self.hot_mut(idx);
             let Some(to) = hot.span(index) else { return Err(Stop::Room) };
             to.copy_from_span(&from.slice(0..len.min(from.len())));
-            hot.valid_to = hot.valid_to.max(index as u64 * BLOCK + len as u64);
+            if let (Some(slab), Mem::Slab) = (&hot.slab, &hot.blocks[index].mem) {
+                let start = index as u64 * BLOCK;
+                if hot.valid_to < start {
+                    // Holes of the base, in recycled memory.
+                    slab.span(hot.valid_to as usize..start as usize).zero(0..(start - hot.valid_to) as usize);
+                }
+                hot.valid_to = hot.valid_to.max(start + len as u64);
+            }
             let block = &mut hot.blocks[index];
             block.dirty = true;
             block.version = block.version.wrapping_add(1);
@@ -273,8 +280,10 @@ impl Core {
             && hot.blocks.iter().skip(1).all(|block| block.mem.is_none() && block.place.is_empty())
             && matches!(hot.blocks[0].mem, Mem::Chunk(_))
             && index > 0;
+        // A block in a chunk stays in chunks: its bytes are there, not in the slab.
+        let chunked = matches!(hot.blocks[index].mem, Mem::Chunk(_));
         let expected = if fresh { end.max(size).max(self.guess(idx)) } else { end.max(size) };
-        if end <= largest && self.hot_mut(idx).slab.is_some() && self.grow_slab(idx, end) {
+        if end <= largest && !chunked && self.hot_mut(idx).slab.is_some() && self.grow_slab(idx, end) {
             self.hot_mut(idx).blocks[index].mem = Mem::Slab;
             return Ok(());
         }
@@ -302,14 +311,21 @@ impl Core {
 
     fn take_chunk(&mut self, idx: Idx, index: usize, len: usize, small: bool) -> Result<(), Stop> {
         let want = if small { len } else { BLOCK as usize };
-        let Some(chunk) = self.alloc_chunk(want) else {
+        // Making room may drop clean blocks of this very file, if there is nothing else: what moves is held meanwhile.
+        let hot = self.hot_mut(idx);
+        let from = hot.span(index);
+        let defined = match hot.blocks[index].mem {
+            Mem::Slab => hot.valid_to.saturating_sub(index as u64 * BLOCK) as usize,
+            _ => usize::MAX,
+        };
+        let Some(chunk) = self.alloc_chunk(want, idx).or_else(|| self.alloc_chunk(want, NONE)) else {
             return Err(if self.settings.memory_only { Stop::Fail(Errno::ENOSPC) } else { Stop::Room });
         };
         let hot = self.hot_mut(idx);
         let to = chunk.span();
-        let kept = match hot.span(index) {
+        let kept = match from {
             Some(from) => {
-                let kept = from.len().min(to.len());
+                let kept = from.len().min(to.len()).min(defined);
                 to.copy_from_span(&from.slice(0..kept));
                 kept
             }
@@ -372,10 +388,11 @@ impl Core {
             let span = span.slice((from - start) as usize..(to - start) as usize);
             pieces.push((span, (from - offset) as usize, (to - offset) as usize));
         }
-        let in_slab = matches!(hot.blocks[first].mem, Mem::Slab);
-        let gap = match &hot.slab {
-            Some(slab) if in_slab && hot.valid_to < offset => {
-                Some(slab.span(hot.valid_to as usize..(offset as usize).min(slab.capacity_bytes() as usize)))
+        let slabbed = (first..=last).find(|&index| matches!(hot.blocks[index].mem, Mem::Slab));
+        let gap = match (&hot.slab, slabbed) {
+            (Some(slab), Some(index)) => {
+                let from = offset.max(index as u64 * BLOCK).min(slab.capacity_bytes());
+                (hot.valid_to < from).then(|| slab.span(hot.valid_to as usize..from as usize))
             }
             _ => None,
         };
@@ -436,8 +453,9 @@ impl Core {
             block.version = block.version.wrapping_add(1);
             block.crc = None;
         }
-        if matches!(hot.blocks[first].mem, Mem::Slab) {
-            hot.valid_to = hot.valid_to.max(end);
+        // Some of it may have gone to chunks, before or behind what went to the slab.
+        if let Some(index) = (first..=last).rfind(|&index| matches!(hot.blocks[index].mem, Mem::Slab)) {
+            hot.valid_to = hot.valid_to.max(end.min((index as u64 + 1) * BLOCK));
         }
         match crc {
             Some(crc) => {
