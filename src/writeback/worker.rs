@@ -114,18 +114,28 @@ impl Core {
             (0..hot.blocks.len() as u32).filter(|&index| hot.blocks[index as usize].dirty).collect()
         });
         let limit = if sealed { usize::MAX } else { COPIED_BLOCKS };
-        let mut now = Vec::new();
+        let (mut now, mut later) = (Vec::new(), Vec::new());
         while now.len() < limit
             && let Some(index) = todo.pop_front()
         {
-            let block = self.hot_mut(idx).blocks.get(index as usize);
-            if block.is_some_and(|block| block.dirty && block.io == BlockIo::Idle && !block.mem.is_none()) {
-                now.push(index as usize);
+            let Some(block) = self.hot_mut(idx).blocks.get(index as usize) else { continue };
+            match block.io {
+                BlockIo::Idle if block.dirty && !block.mem.is_none() => now.push(index as usize),
+                // An older version of it is being spilled: what is there now is written when that is back.
+                BlockIo::Writing(_) if block.dirty => later.push(index),
+                _ => {}
             }
         }
+        later.iter().rev().for_each(|&index| todo.push_front(index));
         if !sealed && !now.is_empty() && self.hot_mut(idx).pins > 0 {
             // Somebody is copying into it; a copy taken now could be torn.
             now.iter().rev().for_each(|&index| todo.push_front(index as u32));
+            if let Some(entry) = self.queue.get_mut(seq) {
+                entry.todo = Some(todo);
+            }
+            return Started::NoRoom;
+        }
+        if now.is_empty() && !later.is_empty() {
             if let Some(entry) = self.queue.get_mut(seq) {
                 entry.todo = Some(todo);
             }
