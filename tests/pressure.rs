@@ -61,7 +61,7 @@ fn sixty_four_writers_finish_under_a_small_dirty_bound() {
     }
     let (size, dirty, l1) = if full() { (80 * MIB, 256, 1024) } else { (10 * MIB, 32, 64) };
     let l2 = (CLIENTS * size * 5 / 4 / MIB) as u64;
-    let mount = Mount::with(Options::new(l1, l2).arg("--dirty-limit").arg(&format!("{dirty}MiB")));
+    let mut mount = Mount::with(Options::new(l1, l2).arg("--dirty-limit").arg(&format!("{dirty}MiB")));
     let root = mount.path().to_owned();
     let jobs = (0..CLIENTS).map(|client| {
         let path = root.join(format!("f{client}"));
@@ -78,11 +78,15 @@ fn sixty_four_writers_finish_under_a_small_dirty_bound() {
     assert!(mount.stat("writer_waits") > 0, "nobody met the bound");
     assert!(mount.stat("spilled_bytes") > 0, "private files of {CLIENTS} writers held the bound");
     mount.check_bounds();
-    for client in 0..CLIENTS {
+    let check = |mount: &Mount, client: usize, when: &str| {
         let read = fs::read(mount.at(&format!("f{client}"))).unwrap();
-        assert_same(&read, &bytes(client as u64, size), &format!("file of writer {client}"));
-    }
+        assert_same(&read, &bytes(client as u64, size), &format!("file of writer {client} {when}"));
+    };
+    (0..CLIENTS).step_by(4).for_each(|client| check(&mount, client, "before the restart"));
     assert_eq!(mount.stat("timeouts"), 0);
+    mount.check_quiet();
+    mount.restart();
+    (0..CLIENTS).for_each(|client| check(&mount, client, "after the restart"));
     mount.check_quiet();
 }
 
