@@ -207,6 +207,7 @@ struct Readers {
     root: PathBuf,
     whole: AtomicU64,
     misses: AtomicU64,
+    stale: AtomicU64,
     stop: AtomicBool,
 }
 
@@ -221,6 +222,10 @@ impl Readers {
                 Ok(()) => self.whole.fetch_add(1, Ordering::Relaxed),
                 Err(error) if error.kind() == ErrorKind::NotFound => {
                     self.misses.fetch_add(1, Ordering::Relaxed)
+                }
+                // Gone twice between a lookup and its open. Here bytes and bounds are looked at.
+                Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => {
+                    self.stale.fetch_add(1, Ordering::Relaxed)
                 }
                 Err(error) => panic!("reader {client} of file {name}: {error}"),
             };
@@ -264,9 +269,10 @@ fn readers_of_another_process() {
     });
     all(jobs.collect(), Duration::from_secs(600));
     println!(
-        "whole {} misses {}",
+        "whole {} misses {} stale {}",
         readers.whole.load(Ordering::Relaxed),
-        readers.misses.load(Ordering::Relaxed)
+        readers.misses.load(Ordering::Relaxed),
+        readers.stale.load(Ordering::Relaxed)
     );
     assert!(readers.whole.load(Ordering::Relaxed) > 0, "nothing was ever read");
 }
