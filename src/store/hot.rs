@@ -169,6 +169,8 @@ pub struct PendingLookup {
 pub struct Hot {
     pub phase: Phase,
     pub slab: Option<Slab>,
+    /// Sealed while some of its blocks were outside the slab: what comes from the device goes into chunks.
+    pub mixed: bool,
     /// Bytes of the slab, from its start, whose content is defined. Beyond, up to the file's size, are zeros
     /// that nobody has written into recycled memory yet. Only while unsealed.
     pub valid_to: u64,
@@ -236,6 +238,7 @@ impl Hot {
         Self {
             phase,
             slab: None,
+            mixed: false,
             valid_to: 0,
             blocks: Vec::new(),
             opened: SmallVec::new(),
