@@ -14,11 +14,13 @@ use std::time::Instant;
 use nix::errno::Errno;
 use smallvec::SmallVec;
 
+use super::again::{Expected, Intent};
 use super::attr::Attr;
 use super::core::{Core, now};
 use super::hot::{BLOCK, BLOCK_PAGES, Block, BlockIo, Hot, Mem, Phase, Place, block_len};
 use super::node::{DURABLE, Idx, Kind, NAMED, NodeId, SLOT};
 use super::open::Handle;
+use super::process::Caller;
 use super::{AttrReply, Store, UnitReply, WriteReply};
 use crate::memory::Span;
 
@@ -27,15 +29,35 @@ pub struct Waiter {
     pub id: NodeId,
     pub change: Change,
     pub deadline: Instant,
+    /// Bytes that the devices had taken when the deadline was set: while they take more, it moves (rule R7).
+    pub written: u64,
     /// It waits for a block to come from the device, not for room: others may pass it.
     pub loading: bool,
 }
 
 pub enum Change {
-    Write { offset: u64, data: Vec<u8>, reply: WriteReply },
-    Truncate { size: u64, ino: u64, reply: AttrReply },
-    Zero { offset: u64, len: u64, keep_size: bool, reply: UnitReply },
-    Extend { size: u64, reply: UnitReply },
+    Write {
+        offset: u64,
+        data: Vec<u8>,
+        reply: WriteReply,
+    },
+    /// Of a path, not of a handle: then the version is kept open for it.
+    Truncate {
+        size: u64,
+        ino: u64,
+        by_path: bool,
+        reply: AttrReply,
+    },
+    Zero {
+        offset: u64,
+        len: u64,
+        keep_size: bool,
+        reply: UnitReply,
+    },
+    Extend {
+        size: u64,
+        reply: UnitReply,
+    },
 }
 
 /// Why a change cannot go on right now.
@@ -372,10 +394,11 @@ impl Core {
             let span = span.slice((from - start) as usize..(to - start) as usize);
             pieces.push((span, (from - offset) as usize, (to - offset) as usize));
         }
-        let in_slab = matches!(hot.blocks[first].mem, Mem::Slab);
-        let gap = match &hot.slab {
-            Some(slab) if in_slab && hot.valid_to < offset => {
-                Some(slab.span(hot.valid_to as usize..(offset as usize).min(slab.capacity_bytes() as usize)))
+        // When memory is short, some blocks of a file lie in its slab and others do not.
+        let gap = match (&hot.slab, (first..=last).find(|&index| matches!(hot.blocks[index].mem, Mem::Slab))) {
+            (Some(slab), Some(index)) => {
+                let to = offset.max(index as u64 * BLOCK).min(slab.capacity_bytes());
+                (hot.valid_to < to).then(|| slab.span(hot.valid_to as usize..to as usize))
             }
             _ => None,
         };
@@ -436,8 +459,8 @@ impl Core {
             block.version = block.version.wrapping_add(1);
             block.crc = None;
         }
-        if matches!(hot.blocks[first].mem, Mem::Slab) {
-            hot.valid_to = hot.valid_to.max(end);
+        if let Some(index) = (first..=last).rev().find(|&index| matches!(hot.blocks[index].mem, Mem::Slab)) {
+            hot.valid_to = hot.valid_to.max(end.min((index as u64 + 1) * BLOCK));
         }
         match crc {
             Some(crc) => {
@@ -592,8 +615,45 @@ impl Core {
     }
 
     /// Whether `ino` may be truncated where it is, or has to be looked up again (rule R3b).
-    fn check_truncate(&mut self, ino: u64, with_handle: bool) -> Result<NodeId, Errno> {
-        let idx = self.resolve(ino)?;
+    fn check_truncate(&mut self, ino: u64, with_handle: bool, caller: &Caller) -> Result<NodeId, Errno> {
+        let expected = if with_handle { None } else { self.arrived(ino, Intent::Write, caller) };
+        let result = self.may_truncate(ino, with_handle, expected.as_ref(), caller);
+        if let Ok(id) = result
+            && !with_handle
+        {
+            self.hot_mut(id.idx()).promised += 1;
+        }
+        if let Some(expected) = expected {
+            self.give_up(expected);
+        }
+        result
+    }
+
+    /// A truncation by path is over, well or not.
+    pub fn end_truncate(&mut self, id: NodeId) {
+        if let Some(idx) = self.by_id(id) {
+            let hot = self.hot_mut(idx);
+            hot.promised = hot.promised.saturating_sub(1);
+            self.close_if_done(idx);
+        }
+    }
+
+    fn try_truncate(&mut self, id: NodeId, size: u64, by_path: bool) -> Result<(), Stop> {
+        let result = self.truncate(id, size);
+        if by_path && matches!(result, Ok(()) | Err(Stop::Fail(_))) {
+            self.end_truncate(id);
+        }
+        result
+    }
+
+    fn may_truncate(
+        &mut self,
+        ino: u64,
+        with_handle: bool,
+        expected: Option<&Expected>,
+        caller: &Caller,
+    ) -> Result<NodeId, Errno> {
+        let Ok(idx) = self.resolve(ino) else { return Err(self.gone(ino, Intent::Write, caller, 0)) };
         if self.node(idx).kind() != Kind::File {
             return Err(if self.node(idx).kind() == Kind::Dir { Errno::EISDIR } else { Errno::EINVAL });
         }
@@ -606,15 +666,15 @@ impl Core {
         let read = hot.sealed()
             && (hot.passthrough_handles() > 0
                 || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
-        let promised = hot.promised > 0;
-        if read && named {
-            self.copy_and_promise(idx)?;
-            return Err(Errno::ESTALE);
+        let id = self.id(idx);
+        if read
+            && named
+            && expected.is_none_or(|expected| !expected.found(id))
+            && let Some((parent, name)) = self.place_of(idx)
+        {
+            return Err(self.send_again(parent, &name, Intent::Write, caller, 0));
         }
-        if promised && !with_handle {
-            self.hot_mut(idx).promised -= 1;
-        }
-        Ok(self.id(idx))
+        Ok(id)
     }
 }
 
@@ -672,7 +732,8 @@ impl Store {
     fn wait(self: &Arc<Self>, id: NodeId, change: Change, loading: bool) {
         self.with(|core| {
             let deadline = Instant::now() + core.settings.request_deadline;
-            core.waiters.push_back(Waiter { id, change, deadline, loading });
+            let written = core.counters.writeback_bytes;
+            core.waiters.push_back(Waiter { id, change, deadline, written, loading });
             core.counters.waits += 1;
             core.counters.waiters_peak = core.counters.waiters_peak.max(core.waiters.len() as u64);
             core.wakes.writer = true;
@@ -682,15 +743,23 @@ impl Store {
     }
 
     /// Truncation by path or by handle.
-    pub fn truncate(self: &Arc<Self>, ino: u64, with_handle: bool, size: u64, reply: AttrReply) {
-        let id = match self.with(|core| core.check_truncate(ino, with_handle)) {
+    pub fn truncate(
+        self: &Arc<Self>,
+        ino: u64,
+        with_handle: bool,
+        size: u64,
+        caller: &Caller,
+        reply: AttrReply,
+    ) {
+        let id = match self.with(|core| core.check_truncate(ino, with_handle, caller)) {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };
-        match self.with(|core| core.truncate(id, size)).into() {
+        let by_path = !with_handle;
+        match self.with(|core| core.try_truncate(id, size, by_path)).into() {
             Tried::Done(Ok(())) => reply(self.getattr(ino)),
             Tried::Done(Err(errno)) => reply(Err(errno)),
-            Tried::Wait { loading } => self.wait(id, Change::Truncate { size, ino, reply }, loading),
+            Tried::Wait { loading } => self.wait(id, Change::Truncate { size, ino, by_path, reply }, loading),
         }
     }
 
@@ -798,13 +867,13 @@ impl Store {
                     }
                     Tried::Wait { loading } => (Change::Write { offset, data, reply }, loading),
                 },
-                Change::Truncate { size, ino, reply } => {
-                    match self.with(|core| core.truncate(waiter.id, size)).into() {
+                Change::Truncate { size, ino, by_path, reply } => {
+                    match self.with(|core| core.try_truncate(waiter.id, size, by_path)).into() {
                         Tried::Done(result) => {
                             reply(result.and_then(|()| self.getattr(ino)));
                             continue;
                         }
-                        Tried::Wait { loading } => (Change::Truncate { size, ino, reply }, loading),
+                        Tried::Wait { loading } => (Change::Truncate { size, ino, by_path, reply }, loading),
                     }
                 }
                 Change::Extend { size, reply } => {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
+use super::again::{Expected, Gone};
 use super::change::Waiter;
 use super::hot::{BLOCK, Block, BlockIo, Hot, Mem, Phase, Place, WriteBack, block_len, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
@@ -130,6 +131,9 @@ pub struct Core {
     /// Memory that reads around L1 hold, and those that wait for some.
     pub around_bytes: u64,
     pub around_waiting: VecDeque<AroundRead>,
+    /// Those who were sent to look again, and the names of what they did not find.
+    pub expected: Vec<Expected>,
+    pub gone: Gone,
     pub aliases: HashMap<u64, NodeId>,
     pub next_alias: u64,
     /// Durability failed once: reads go on, what was published is not stored any more.
@@ -166,6 +170,8 @@ impl Core {
             deadlines: Deadlines::default(),
             around_bytes: 0,
             around_waiting: VecDeque::new(),
+            expected: Vec::new(),
+            gone: Gone::default(),
             aliases: HashMap::new(),
             next_alias: ALIAS_BASE,
             poisoned: false,
@@ -413,6 +419,7 @@ impl Core {
     /// the old record stays on the device until the new one is committed.
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
         self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
+        self.remember_name(idx);
         let parent = self.node(idx).parent;
         self.tree.unlink(idx);
         self.node_mut(idx).set(MOVED, by_us);
@@ -439,7 +446,7 @@ impl Core {
         for id in ids {
             // What is still open keeps its place after the record is gone, so it does not count as leaving.
             let pages = match self.by_id(id) {
-                Some(idx) if self.hot(idx).is_none_or(|hot| hot.handles() == 0) => self.device_pages(idx),
+                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => self.device_pages(idx),
                 _ => 0,
             };
             self.space.leaving += pages;
@@ -473,8 +480,7 @@ impl Core {
             return;
         }
         if let Some(hot) = &node.hot
-            && (hot.handles() > 0
-                || hot.promised > 0
+            && (hot.kept()
                 || hot.pins > 0
                 || hot.transfers > 0
                 || hot.based > 0

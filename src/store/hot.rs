@@ -109,6 +109,8 @@ pub struct Private {
     pub waited: bool,
     /// The creating process was killed by a signal before it closed.
     pub killed: bool,
+    /// It was opened by whom it was made for.
+    pub opened: bool,
 }
 
 #[derive(Debug)]
@@ -170,9 +172,10 @@ pub struct Hot {
     pub opened: SmallVec<[Opened; 1]>,
     /// Handles that can write, of all inode numbers.
     pub writers: u32,
-    /// Opens and truncates that were sent to look again and will arrive here, and until when that is believed.
+    /// Opens and truncates that were sent to look again and will arrive here to write.
     pub promised: u32,
-    pub promised_until: Option<Instant>,
+    /// The same to read.
+    pub held: u32,
     /// Copies between memory and a client that are going on right now.
     pub pins: u32,
     /// Device transfers that are going on.
@@ -220,7 +223,7 @@ impl Hot {
             opened: SmallVec::new(),
             writers: 0,
             promised: 0,
-            promised_until: None,
+            held: 0,
             pins: 0,
             transfers: 0,
             placed: true,
@@ -243,6 +246,11 @@ impl Hot {
             failed: false,
             promoted_unread: false,
         }
+    }
+
+    /// Somebody has it open, or is about to.
+    pub fn kept(&self) -> bool {
+        !self.opened.is_empty() || self.promised > 0 || self.held > 0
     }
 
     pub fn handles(&self) -> u32 {
@@ -304,8 +312,7 @@ impl Hot {
 
     /// Whether anything but L1 residency keeps this state alive.
     pub fn in_use(&self) -> bool {
-        !self.opened.is_empty()
-            || self.promised > 0
+        self.kept()
             || self.pins > 0
             || self.transfers > 0
             || self.based > 0
