@@ -114,18 +114,31 @@ impl Core {
             (0..hot.blocks.len() as u32).filter(|&index| hot.blocks[index as usize].dirty).collect()
         });
         let limit = if sealed { usize::MAX } else { COPIED_BLOCKS };
-        let mut now = Vec::new();
+        let (mut now, mut busy) = (Vec::new(), Vec::new());
         while now.len() < limit
             && let Some(index) = todo.pop_front()
         {
-            let block = self.hot_mut(idx).blocks.get(index as usize);
-            if block.is_some_and(|block| block.dirty && block.io == BlockIo::Idle && !block.mem.is_none()) {
-                now.push(index as usize);
+            let Some(block) = self.hot_mut(idx).blocks.get(index as usize) else { continue };
+            if !block.dirty || block.mem.is_none() {
+                continue;
+            }
+            match block.io {
+                BlockIo::Idle => now.push(index as usize),
+                // An early copy is out. If the block was changed since, it is still dirty when that comes back.
+                BlockIo::Writing(_) => busy.push(index),
+                BlockIo::Reading => {}
             }
         }
+        todo.extend(busy);
         if !sealed && !now.is_empty() && self.hot_mut(idx).pins > 0 {
             // Somebody is copying into it; a copy taken now could be torn.
             now.iter().rev().for_each(|&index| todo.push_front(index as u32));
+            if let Some(entry) = self.queue.get_mut(seq) {
+                entry.todo = Some(todo);
+            }
+            return Started::NoRoom;
+        }
+        if now.is_empty() && !todo.is_empty() {
             if let Some(entry) = self.queue.get_mut(seq) {
                 entry.todo = Some(todo);
             }
