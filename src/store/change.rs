@@ -395,7 +395,8 @@ impl Core {
             pieces.push((span, (from - offset) as usize, (to - offset) as usize));
         }
         // When memory is short, some blocks of a file lie in its slab and others do not.
-        let gap = match (&hot.slab, (first..=last).find(|&index| matches!(hot.blocks[index].mem, Mem::Slab))) {
+        let gap = match (&hot.slab, (first..=last).find(|&index| matches!(hot.blocks[index].mem, Mem::Slab)))
+        {
             (Some(slab), Some(index)) => {
                 let to = offset.max(index as u64 * BLOCK).min(slab.capacity_bytes());
                 (hot.valid_to < to).then(|| slab.span(hot.valid_to as usize..to as usize))

@@ -103,7 +103,8 @@ impl Core {
         self.size_blocks(idx);
         let range = if self.take_promotion_slab(idx) { 0..blocks_for(self.node(idx).size) } else { range };
         let size = self.node(idx).size;
-        let whole = self.hot(idx).is_some_and(|hot| hot.slab.is_some());
+        // A file under construction gets single blocks back, beside its slab: what its slab does not hold was dropped.
+        let whole = self.hot(idx).is_some_and(|hot| hot.slab.is_some() && hot.sealed());
         let id = self.id(idx);
         let mut load = Load {
             device: usize::from(self.node(idx).device),

@@ -78,31 +78,46 @@ impl Core {
         {
             return false;
         }
-        if hot.slab.is_some() {
-            // A slab leaves whole.
-            return hot.sealed()
-                && hot.transfers == 0
-                && hot.blocks.iter().all(|block| !block.dirty && block.io == BlockIo::Idle)
-                && (!hot.placed || hot.blocks.iter().all(|block| !block.place.is_empty()))
-                && (hot.placed || !node.extents.as_slice().is_empty());
+        if hot.slab.is_some() && self.slab_droppable(idx) {
+            return true;
+        }
+        if hot.slab.is_some() && hot.sealed() {
+            return false;
         }
         hot.blocks.iter().enumerate().any(|(index, block)| self.block_droppable(idx, index, block))
     }
 
+    /// A slab leaves whole: everything in it is on the device. Also that of a file under construction, whose bytes were
+    /// spilled; else a few writers could hold all of L1 and wait for each other.
+    fn slab_droppable(&self, idx: Idx) -> bool {
+        let node = self.node(idx);
+        let Some(hot) = &node.hot else { return false };
+        let stored = |block: &Block| !block.place.is_empty() || (!hot.sealed() && block.mem.is_none());
+        hot.transfers == 0
+            && hot.blocks.iter().all(|block| !block.dirty && block.io == BlockIo::Idle)
+            && (!hot.placed || hot.blocks.iter().all(stored))
+            && (hot.placed || !node.extents.as_slice().is_empty())
+    }
+
     fn block_droppable(&self, idx: Idx, index: usize, block: &Block) -> bool {
-        !block.mem.is_none() && !block.dirty && block.io == BlockIo::Idle && self.has_place(idx, index)
+        !matches!(block.mem, Mem::None | Mem::Slab)
+            && !block.dirty
+            && block.io == BlockIo::Idle
+            && self.has_place(idx, index)
     }
 
     /// Drops clean blocks of the file; it stays on the device.
     fn drop_residency(&mut self, idx: Idx) {
         self.counters.evictions_l1 += 1;
-        let Some(hot) = self.tree.nodes[idx].hot.as_mut() else { return };
-        if std::mem::take(&mut hot.promoted_unread) {
-            self.counters.promoted_unread += 1;
-        }
-        if hot.slab.is_some() {
+        let unread = std::mem::take(&mut self.hot_mut(idx).promoted_unread);
+        self.counters.promoted_unread += u64::from(unread);
+        let slab = self.hot_mut(idx).slab.is_some() && self.slab_droppable(idx);
+        let hot = self.hot_mut(idx);
+        if slab {
+            let sealed = hot.sealed();
             hot.slab = None;
-            for block in &mut hot.blocks {
+            hot.valid_to = 0;
+            for block in hot.blocks.iter_mut().filter(|block| sealed || matches!(block.mem, Mem::Slab)) {
                 block.mem = Mem::None;
             }
         } else {
@@ -115,9 +130,8 @@ impl Core {
                 if std::mem::take(&mut hot.blocks[index].referenced) {
                     continue;
                 }
-                let block = &self.hot_mut(idx).blocks[index];
-                let droppable = !block.mem.is_none() && !block.dirty && block.io == BlockIo::Idle;
-                if droppable && self.has_place(idx, index) {
+                let block = self.node(idx).hot.as_ref().map(|hot| &hot.blocks[index]);
+                if block.is_some_and(|block| self.block_droppable(idx, index, block)) {
                     self.hot_mut(idx).blocks[index].mem = Mem::None;
                     dropped += 1;
                     if dropped == DROP_BLOCKS {
