@@ -1,0 +1,57 @@
+//! Reads of files that are all in L2, against fio on the same store file (P4).
+
+use crate::cli::Cli;
+use crate::failure::{Failure, Result};
+use crate::files::{Files, rate};
+use crate::fio::{self, Amount, Direction, StoreFile};
+use crate::mount::Mount;
+use crate::pairs;
+use crate::report::{Report, Unit};
+
+const FILE_MIB: u64 = 18;
+/// Threads with which the client is tried, as fio is with depths.
+const THREADS: [usize; 4] = [2, 4, 8, 16];
+/// Samples of the device have to be longer than those of memory.
+const LONGER: u32 = 3;
+
+pub fn run(cli: &Cli, report: &mut Report) -> Result<()> {
+    let store = StoreFile::new(cli)?;
+    let mount = Mount::start(cli, cli.l1, &store.args())?;
+    let files = Files::plan(&mount.dir().join("files"), cli.cold, FILE_MIB);
+    files.write(2)?;
+    mount.drain()?;
+    let shape = fio::best(&store, Direction::Read)?;
+    let time = cli.sample() * LONGER;
+    // Whoever opens with O_DIRECT reads around L1. Others promote; what was read longest ago has left when its turn
+    // comes again, because all files together are several times as large as L1.
+    for (how, flags) in [("O_DIRECT opens", libc::O_DIRECT), ("promoted to L1 and evicted again", 0)] {
+        let sample = |threads| {
+            rate(threads, time, files.bytes, |at, buffer| {
+                files.read(at, flags, buffer)?;
+                Ok(files.bytes as u64)
+            })
+        };
+        let mut best = (0.0, THREADS[0]);
+        for threads in THREADS {
+            let rate = sample(threads)?;
+            eprintln!("{how}, {threads} threads: {:.2} GB/s", rate / 1e9);
+            if rate > best.0 {
+                best = (rate, threads);
+            }
+        }
+        let before = (mount.stat("read_l2_bytes")?, mount.stat("read_l1_bytes")?);
+        let outcome = pairs::run(
+            cli.pairs,
+            || sample(best.1),
+            || fio::run(&store, Direction::Read, shape, Amount::For(time)),
+        )?;
+        let from_l2 = mount.stat("read_l2_bytes")? - before.0;
+        if flags != 0 && from_l2 == 0 {
+            return Err(Failure::new("nothing was read from L2".into()));
+        }
+        let what = format!("cold read, {FILE_MIB} MiB files, {how}, {} threads", best.1);
+        let other = format!("fio, bs {} KiB, depth {}", shape.block_kib, shape.depth);
+        report.pairs("P4", what, &outcome, Unit::Bytes, &other, 0.90);
+    }
+    mount.stop()
+}

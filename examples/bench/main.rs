@@ -1,0 +1,72 @@
+//! Measures kvcachefs against what it is to be compared with: tmpfs, and fio on the same store file.
+//!
+//! ```text
+//! cargo build --release && cargo run --release --example bench -- p1 p2 p3
+//! ```
+//!
+//! Machines are shared and noisy, so nothing here is a single figure: ours and the other's samples alternate within
+//! one run, and what counts is the median of the pairs' ratios.
+
+mod cli;
+mod cold;
+mod cpu;
+#[path = "../trace_replay/failure.rs"]
+mod failure;
+mod files;
+mod fio;
+mod map;
+mod mount;
+mod mounting;
+mod pairs;
+mod report;
+mod store;
+mod warm;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::cli::{Cli, What};
+use crate::failure::Result;
+use crate::report::Report;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(answer) => {
+            // Nobody is left to tell when this cannot be printed.
+            let _ = answer.print();
+            return if answer.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    match run(&cli) {
+        Ok(report) => {
+            if cli.markdown {
+                print!("{}", report.markdown());
+            } else {
+                println!("{}", report.table());
+            }
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: &Cli) -> Result<Report> {
+    let mut report = Report::default();
+    for what in &cli.what {
+        match what {
+            What::P1 => warm::sequential(cli, warm::By::Read, &mut report)?,
+            What::P2 => warm::sequential(cli, warm::By::Mmap, &mut report)?,
+            What::P3 => warm::random(cli, &mut report)?,
+            What::P4 => cold::run(cli, &mut report)?,
+            What::P5 => store::run(cli, &mut report)?,
+            What::P10 => mounting::run(cli, &mut report)?,
+            What::P11 => cpu::run(cli, &mut report)?,
+        }
+    }
+    Ok(report)
+}

@@ -1,0 +1,112 @@
+//! Reads of files that are in L1, against the same reads of the same files in a tmpfs (P1, P2, P3).
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::cli::Cli;
+use crate::failure::{Context, Result};
+use crate::files::{Files, rate};
+use crate::map::Map;
+use crate::mount::Mount;
+use crate::pairs;
+use crate::report::{Report, Unit};
+
+/// How the bytes are fetched.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum By {
+    Read,
+    Mmap,
+}
+
+const PREAD_BYTES: usize = 4096;
+/// Preads between two looks at the clock.
+const PREADS: usize = 256;
+
+/// The same files on a mount and in a tmpfs.
+struct Warm {
+    mount: Mount,
+    ours: Files,
+    other: Files,
+    /// Removed with its files.
+    _tmpfs: tempfile::TempDir,
+}
+
+impl Warm {
+    fn new(cli: &Cli, each_mib: u64) -> Result<Self> {
+        let scratch = tempfile::Builder::new()
+            .prefix("kvcachefs-bench-")
+            .tempdir_in(&cli.tmpfs)
+            .context(|| format!("cannot make a directory in {}", cli.tmpfs.display()))?;
+        let mount = Mount::start(cli, cli.warm * 2, &["--dirty-limit".into(), format!("{}MiB", cli.warm)])?;
+        let plan = |dir: &Path| Files::plan(&dir.join("files"), cli.warm, each_mib);
+        let warm = Self { ours: plan(&mount.dir()), other: plan(scratch.path()), mount, _tmpfs: scratch };
+        warm.ours.write(1)?;
+        warm.other.write(1)?;
+        Ok(warm)
+    }
+
+    fn end(self) -> Result<()> {
+        self.mount.stop()
+    }
+}
+
+/// P1 and P2: whole files, one after the other, each opened, fetched into a buffer, and closed.
+pub fn sequential(cli: &Cli, by: By, report: &mut Report) -> Result<()> {
+    let (target, wanted, how) = match by {
+        By::Read => ("P1", 0.90, "read"),
+        By::Mmap => ("P2", 0.95, "mmap and copy"),
+    };
+    for &mib in &cli.sizes {
+        let warm = Warm::new(cli, mib)?;
+        for &threads in &cli.threads {
+            let sample = |files: &Files| {
+                rate(threads, cli.sample(), files.bytes, |at, buffer| {
+                    match by {
+                        By::Read => files.read(at, 0, buffer)?,
+                        By::Mmap => map(files, at, buffer)?,
+                    }
+                    Ok(files.bytes as u64)
+                })
+            };
+            let outcome = pairs::run(cli.pairs, || sample(&warm.ours), || sample(&warm.other))?;
+            let what = format!("{how}, {mib} MiB files, {threads} threads");
+            report.pairs(target, what, &outcome, Unit::Bytes, "tmpfs", wanted);
+        }
+        warm.end()?;
+    }
+    Ok(())
+}
+
+fn map(files: &Files, at: usize, buffer: &mut [u8]) -> Result<()> {
+    let map = Map::of(&files.open(at)?, files.bytes).context(|| "cannot map a file".into())?;
+    map.copy_to(buffer);
+    files.check(at, buffer)
+}
+
+/// P3: preads of 4 KiB at random places of open files.
+pub fn random(cli: &Cli, report: &mut Report) -> Result<()> {
+    let mib = cli.sizes.iter().copied().max().unwrap_or(18);
+    let warm = Warm::new(cli, mib)?;
+    for &threads in &cli.threads {
+        let sample = |files: &Files| {
+            let open: Vec<_> = (0..files.count).map(|at| files.open(at)).collect::<Result<_>>()?;
+            let pages = (files.bytes / PREAD_BYTES) as u64;
+            rate(threads, cli.sample(), PREAD_BYTES, |at, buffer| {
+                let mut state = (at as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                for _ in 0..PREADS {
+                    state ^= state << 13;
+                    state ^= state >> 7;
+                    state ^= state << 17;
+                    let file = &open[(state >> 32) as usize % open.len()];
+                    let offset = state % pages * PREAD_BYTES as u64;
+                    file.read_exact_at(buffer, offset).context(|| "cannot pread".into())?;
+                }
+                Ok(PREADS as u64)
+            })
+        };
+        let outcome = pairs::run(cli.pairs, || sample(&warm.ours), || sample(&warm.other))?;
+        let what = format!("pread of 4 KiB, {mib} MiB files, {threads} threads");
+        report.pairs("P3", what, &outcome, Unit::Operations, "tmpfs", 0.80);
+    }
+    warm.end()
+}
