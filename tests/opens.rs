@@ -9,7 +9,7 @@ mod common;
 
 use std::ffi::c_void;
 use std::fs::{self, File};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Write};
 use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
@@ -19,6 +19,8 @@ use std::time::Duration;
 use client::Watchdog;
 use common::{Mount, Options, memory_only};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
+use nix::unistd::getpid;
 
 const THREADS: u64 = 8;
 const PAGE: usize = 4096;
@@ -83,23 +85,26 @@ impl Mapping {
         Ok(Some(Self { address, len }))
     }
 
-    /// The bytes as they are now; others may be writing.
-    fn read(&self) -> Vec<u8> {
-        let mut out = vec![0; self.len];
-        // SAFETY: `len` bytes are mapped for reading while `self` lives; nothing is assumed about their values.
-        unsafe {
-            std::ptr::copy_nonoverlapping(self.address.as_ptr().cast::<u8>(), out.as_mut_ptr(), self.len)
-        };
-        out
+    fn whole_range(&self) -> RemoteIoVec {
+        RemoteIoVec { base: self.address.as_ptr() as usize, len: self.len }
     }
 
-    fn write(&self, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= self.len);
-        // SAFETY: the range was just checked and is mapped for writing.
-        unsafe {
-            let to = self.address.as_ptr().cast::<u8>().add(at);
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+    /// The bytes as they are now; others may be writing. Where a page cannot be had, an error and not a signal.
+    fn read(&self) -> io::Result<Vec<u8>> {
+        let mut out = vec![0; self.len];
+        let read = process_vm_readv(getpid(), &mut [IoSliceMut::new(&mut out)], &[self.whole_range()])?;
+        if read == self.len {
+            Ok(out)
+        } else {
+            Err(io::Error::other(format!("no page at {read} of {}", self.len)))
         }
+    }
+
+    fn write(&self, at: usize, bytes: &[u8]) -> io::Result<()> {
+        assert!(at + bytes.len() <= self.len);
+        let to = RemoteIoVec { base: self.address.as_ptr() as usize + at, len: bytes.len() };
+        process_vm_writev(getpid(), &[IoSlice::new(bytes)], &[to])?;
+        Ok(())
     }
 }
 
@@ -143,7 +148,7 @@ fn one(mount: &Mount, file: u64, random: &mut Random) -> io::Result<&'static str
             // What another thread is still writing is shorter. Truncation never takes bytes from an open version.
             let Some(mapping) = Mapping::whole(&open, false)? else { return Ok("map nothing") };
             drop(open);
-            check(file, &mapping.read(), "mapped");
+            check(file, &mapping.read()?, "mapped");
             Ok("map")
         }
         7 => {
@@ -155,7 +160,7 @@ fn one(mount: &Mount, file: u64, random: &mut Random) -> io::Result<&'static str
             let open = File::options().read(true).write(true).open(&path)?;
             let Some(mapping) = Mapping::whole(&open, true)? else { return Ok("map nothing") };
             drop(open);
-            mapping.write(at as usize % mapping.len / PAGE * PAGE, &page(file, version));
+            mapping.write(at as usize % mapping.len / PAGE * PAGE, &page(file, version))?;
             drop(mapping);
             Ok("map to write")
         }

@@ -7,6 +7,7 @@ mod client;
 mod common;
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 
 use client::{Client, Watchdog, fill};
 use common::{Mount, memory_only};
@@ -319,5 +320,42 @@ fn a_mapping_outlives_close_eviction_replacement_and_unlink() {
     readers.drop_all();
     fs::remove_file(mount.at("other")).unwrap();
     mount.wait_for("l1_lent_bytes", |bytes| bytes == 0);
+    mount.check_quiet();
+}
+
+#[test]
+fn a_reader_of_a_version_that_was_opened_to_be_written_and_was_not_keeps_its_bytes() {
+    let mount = Mount::new();
+    let _watchdog = Watchdog::new(&mount);
+    for (name, size) in [("small", 40_000), ("large", 1_100_123)] {
+        for change in ["pwrite", "truncate", "extend", "map", "punch", "append", "replace"] {
+            fs::write(mount.at(name), fill(5, size)).unwrap();
+            let original = fs::metadata(mount.at(name)).unwrap().ino();
+            let mut first = Readers::new(&mount);
+            let mut second = Readers::new(&mount);
+            let mut writer = Client::new(&mount, WRITER);
+            first.hold(name, "open", 5, size);
+            writer.say(&format!("nothing {name} {size}"));
+            writer.at("changed");
+            second.hold(name, "open", 5, size);
+            writer.go();
+            writer.at("closed");
+            // Until the writer is released, its version is one that is being written: nobody is promised its bytes.
+            while fs::metadata(mount.at(name)).unwrap().ino() != original {
+                std::thread::yield_now();
+            }
+            first.drop_all();
+            writer.say(&format!("{change} {name} {size}"));
+            writer.at("changed");
+            second.check_all(&format!("after {change}, not closed yet"));
+            writer.go();
+            writer.at("closed");
+            second.check_all(&format!("after {change}"));
+            assert!(
+                fs::read(mount.at(name)).unwrap() == changed(change, fill(5, size)),
+                "{name} after {change}"
+            );
+        }
+    }
     mount.check_quiet();
 }

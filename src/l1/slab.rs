@@ -39,8 +39,10 @@ pub(super) struct Memory {
     region: AtomicU64,
     /// Engines have been told of it.
     announced: AtomicBool,
-    /// Has been opened in passthrough since its pages were fresh.
+    /// Has been opened in passthrough since it was taken from the pool.
     lent: AtomicBool,
+    /// The same since its pages were fresh.
+    seen: AtomicBool,
     last_release: Mutex<Option<Instant>>,
     pub(super) owner: Mutex<Option<Owner>>,
     backing: Mutex<Option<Box<dyn Any + Send + Sync>>>,
@@ -91,6 +93,7 @@ impl Memory {
             region: AtomicU64::new(NEXT_REGION.fetch_add(1, Ordering::Relaxed)),
             announced: AtomicBool::new(false),
             lent: AtomicBool::new(false),
+            seen: AtomicBool::new(false),
             last_release: Mutex::new(None),
             owner: Mutex::new(None),
             backing: Mutex::new(None),
@@ -154,6 +157,15 @@ impl Memory {
 
     pub(super) fn is_lent(&self) -> bool {
         self.lent.load(Ordering::Acquire)
+    }
+
+    /// Nobody has it open or mapped any more: for its next file it is like any other.
+    pub(super) fn end_lending(&self) {
+        self.lent.store(false, Ordering::Release);
+    }
+
+    pub(super) fn is_seen(&self) -> bool {
+        self.seen.load(Ordering::Acquire)
     }
 
     pub(super) fn last_release(&self) -> Option<Instant> {
@@ -318,7 +330,7 @@ impl Slab {
         }
     }
 
-    /// Grows or shrinks in place, within the budget. Only for slabs that no client has seen.
+    /// Grows or shrinks in place, within the budget. Only for slabs that no client can have open or mapped.
     pub fn resize(&self, pages: u32) -> bool {
         match self.0.pool.upgrade() {
             Some(pool) if !self.is_lent() => pool.resize(self.memory(), pages),
@@ -328,7 +340,9 @@ impl Slab {
 
     /// Clients have been given the slab to read.
     pub fn mark_lent(&self) {
-        self.memory().lent.store(true, Ordering::Release);
+        let memory = self.memory();
+        memory.seen.store(true, Ordering::Release);
+        memory.lent.store(true, Ordering::Release);
     }
 
     pub fn is_lent(&self) -> bool {

@@ -199,14 +199,14 @@ impl Core {
         let node = self.node(visible);
         let (slot, size) = (node.has(SLOT), node.size);
         let hot = self.hot_mut(visible);
-        let (sealed, passthrough) = (hot.sealed(), hot.passthrough_handles() > 0);
+        let (sealed, fixed) = (hot.sealed(), hot.must_not_change());
         match expected.intent {
             Intent::Read => Some(visible),
-            Intent::Write if sealed && (passthrough || (!posix && !slot && size > 0)) => {
+            Intent::Write if sealed && (fixed || (!posix && !slot && size > 0)) => {
                 self.copy_on_write(visible).ok()
             }
             Intent::Write => Some(visible),
-            Intent::Truncate if posix && !passthrough => Some(visible),
+            Intent::Truncate if posix && !fixed => Some(visible),
             Intent::Truncate => self.empty_version(visible, &expected.caller, expected.tgid).ok(),
         }
     }

@@ -332,12 +332,12 @@ impl Core {
         let place = self.place_of(idx);
         let posix = named && self.tree.posix(parent);
         let hot = self.hot_mut(idx);
-        let (handles, passthrough) = (hot.handles(), hot.passthrough_handles());
+        let (handles, fixed) = (hot.handles(), hot.must_not_change());
         if intent == Intent::Truncate {
             let in_place = match &hot.phase {
                 Phase::Private(_) => arrived && size == 0,
                 Phase::Open => posix || size == 0,
-                Phase::Sealed => passthrough == 0 && (posix || size == 0),
+                Phase::Sealed => !fixed && (posix || size == 0),
             } || (!named && hot.private().is_none_or(|private| private.parent == NONE));
             if !in_place {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
@@ -355,7 +355,7 @@ impl Core {
         if intent == Intent::Write {
             let fresh = match &hot.phase {
                 Phase::Private(_) | Phase::Open => false,
-                Phase::Sealed => passthrough > 0 || (handles > 0 && !posix && !slot && size > 0),
+                Phase::Sealed => fixed || (handles > 0 && !posix && !slot && size > 0),
             };
             if fresh && named {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
