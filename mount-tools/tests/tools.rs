@@ -189,6 +189,10 @@ fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
     let shown = place.mnt().display().to_string();
     let daemon = place.mount();
     kill(Pid::from_raw(daemon), Signal::SIGSTOP).unwrap();
+    // The kernel lets nobody go whose request a daemon has taken, not even to die; so it must take none any more.
+    let tasks = || fs::read_dir(format!("/proc/{daemon}/task")).unwrap().flatten();
+    let stat = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
+    wait_until("every thread is stopped", || tasks().all(|task| stat(task).contains(") T ")));
     refuses(kvctl(&["status"]).arg(place.mnt()), &[&shown, "no answer", "umount --lazy"]);
     refuses(kvctl(&["umount"]).arg(place.mnt()), &[&shown, "does not answer", "--lazy"]);
     kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
