@@ -8,9 +8,6 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::{self, Display, Write as _};
-use std::fs;
-use std::io::{Seek, SeekFrom};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -19,11 +16,14 @@ use log::LevelFilter;
 
 use crate::error::{Error, Result};
 use crate::host::Host;
-use crate::units::{Bytes, Period, UnitError};
+use crate::units::{Bytes, Period};
 
 mod layer;
+mod stores;
 
-pub use layer::{ENV_PREFIX, Layer, fstab_config, keys, usage_error};
+pub use layer::{ENV_PREFIX, Layer, fstab_config, is_mount_option, keys, usage_error};
+pub use stores::L2Spec;
+use stores::identity;
 
 /// Below this L1 holds too few KV blocks to be worth a mount, and the bounds inside have no room.
 pub const L1_MIN: Bytes = Bytes::mib(64);
@@ -37,8 +37,11 @@ pub const L2_MIN: Bytes = Bytes::mib(16);
 /// More session threads only cost buffers: replies come from completion threads.
 const THREADS_MAX: usize = 64;
 
-/// The kernel's own limit on entries of an io_uring.
-const QUEUE_DEPTH_MAX: u32 = 32_768;
+/// Deeper queues gain nothing on one device; the engine takes no more.
+const QUEUE_DEPTH_MAX: u32 = 4096;
+
+/// Files that share slabs lie within one block.
+const SMALL_FILE_MAX: Bytes = Bytes::kib(256);
 
 /// The effective configuration of one mount.
 #[derive(Clone, Debug)]
@@ -63,6 +66,8 @@ pub struct Config {
     pub allow_other: bool,
     /// Nothing may be changed. Default: false.
     pub read_only: bool,
+    /// Nothing may be executed. Default: false.
+    pub noexec: bool,
     /// The kernel checks owners and modes before it asks us. Default: true.
     pub default_permissions: bool,
     /// The source in mount tables. Default: the first L2 path, or `kvcachefs`.
@@ -129,42 +134,6 @@ impl Display for Source {
             Self::Env => "env",
             Self::Flag => "flag",
         })
-    }
-}
-
-/// One store of L2, as `PATH` or `PATH:SIZE`.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct L2Spec {
-    pub path: PathBuf,
-    /// `None`: all of an existing file or block device.
-    pub size: Option<Bytes>,
-}
-
-impl FromStr for L2Spec {
-    type Err = UnitError;
-
-    /// The last colon splits off a size if a number follows it; other colons belong to the path, as in
-    /// `/dev/disk/by-path/pci-0000:01:00.0-nvme-1`.
-    fn from_str(text: &str) -> Result<Self, UnitError> {
-        let numeric = |tail: &str| {
-            let unsigned = tail.strip_prefix('-').unwrap_or(tail);
-            let unit = unsigned.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
-            unit.len() < unsigned.len() && unit.chars().all(|c| c.is_ascii_alphabetic() || c == ' ')
-        };
-        let (path, size) = match text.rsplit_once(':') {
-            Some((path, tail)) if numeric(tail) => (path, Some(tail.parse()?)),
-            _ => (text, None),
-        };
-        Ok(Self { path: PathBuf::from(path), size })
-    }
-}
-
-impl Display for L2Spec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.size {
-            Some(size) => write!(f, "{}:{size}", self.path.display()),
-            None => write!(f, "{}", self.path.display()),
-        }
     }
 }
 
@@ -333,6 +302,7 @@ impl Config {
             evict: take!(layers.evict).unwrap_or(Evict::Lru),
             allow_other: take!(layers.allow_other).unwrap_or(false),
             read_only: take!(layers.read_only).unwrap_or(false),
+            noexec: take!(layers.noexec).unwrap_or(false),
             default_permissions: take!(layers.default_permissions).unwrap_or(true),
             fsname,
             fuse_device: take!(layers.fuse_device).unwrap_or_else(|| PathBuf::from("/dev/fuse")),
@@ -343,7 +313,7 @@ impl Config {
             lock: take!(layers.lock).unwrap_or(true),
             huge_pages: take!(layers.huge_pages).unwrap_or(HugePages::Auto),
             chunk_reserve: take!(layers.chunk_reserve),
-            small_file_max: take!(layers.small_file_max).unwrap_or(Bytes::kib(256)),
+            small_file_max: take!(layers.small_file_max).unwrap_or(SMALL_FILE_MAX),
             slab_file_max: take!(layers.slab_file_max).unwrap_or(Bytes(l1.get() / 4).min(Bytes::gib(1))),
             dirty_limit: take!(layers.dirty_limit).unwrap_or_else(|| default_dirty_limit(l1)),
             publish_wait: period(take!(layers.publish_wait), Duration::from_millis(20)),
@@ -415,6 +385,10 @@ impl Config {
                 format!("{} is more than the {} of L1", self.slab_file_max, self.l1),
             )
             .remedy("give less, or a larger --l1"));
+        }
+        if self.small_file_max > SMALL_FILE_MAX {
+            let cause = format!("{} is more than a block of {SMALL_FILE_MAX}", self.small_file_max);
+            return Err(wrong("small_file_max", cause).remedy("give less"));
         }
         if self.small_file_max > self.slab_file_max {
             return Err(wrong(
@@ -491,7 +465,7 @@ impl Config {
         let path = |path: &Path| text(&path.display());
         let period = |duration: Duration| text(&Period(duration));
         let stores = self.l2.iter().map(|spec| text(spec)).collect::<Vec<_>>().join(", ");
-        let rows: [(&str, Option<String>); 31] = [
+        let rows: [(&str, Option<String>); 32] = [
             ("mountpoint", Some(path(&self.mountpoint))),
             ("l1", Some(text(&self.l1))),
             ("l2", Some(format!("[{stores}]"))),
@@ -502,6 +476,7 @@ impl Config {
             ("evict", Some(text(&self.evict))),
             ("allow_other", Some(self.allow_other.to_string())),
             ("read_only", Some(self.read_only.to_string())),
+            ("noexec", Some(self.noexec.to_string())),
             ("default_permissions", Some(self.default_permissions.to_string())),
             ("fsname", Some(text(&self.fsname))),
             ("fuse_device", Some(path(&self.fuse_device))),
@@ -536,94 +511,6 @@ impl Config {
     }
 }
 
-impl L2Spec {
-    /// Looks at what is there now, so that the obvious mistakes are found before anything is opened.
-    fn check(&self, format: bool) -> Result<()> {
-        if self.path.as_os_str().is_empty() {
-            return Err(
-                Error::new("", "names no path").remedy("write PATH:SIZE, as in /nvme/kv.store:200GiB")
-            );
-        }
-        if let Some(size) = self.size.filter(|size| *size < L2_MIN) {
-            return Err(Error::new("", format!("{size} is too small for a store"))
-                .remedy(format!("give at least {L2_MIN}")));
-        }
-        let meta = match fs::metadata(&self.path) {
-            Ok(meta) => meta,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return self.check_new(),
-            Err(error) => return Err(Error::caused_by("", error).remedy("run as a user who may open it")),
-        };
-        if meta.is_dir() {
-            return Err(Error::new("", "is a directory").remedy("name a file in it, with a size"));
-        }
-        if meta.file_type().is_block_device() {
-            let end = fs::File::open(&self.path).and_then(|mut device| device.seek(SeekFrom::End(0)));
-            let end =
-                end.map_err(|error| Error::caused_by("", error).remedy("run as a user who may open it"))?;
-            return match self.size {
-                Some(size) if size.get() > end => {
-                    Err(Error::new("", format!("the device holds only {}", Bytes(end).approx()))
-                        .remedy("give a smaller size, or none to take it whole"))
-                }
-                _ => Ok(()),
-            };
-        }
-        if !meta.is_file() {
-            return Err(Error::new("", "is neither a file nor a block device").remedy("name one of these"));
-        }
-        if self.size.is_none() && meta.len() < L2_MIN.get() {
-            let remedy = if format {
-                "give a size: PATH:SIZE"
-            } else {
-                "give a size and --format to make a store of it"
-            };
-            return Err(
-                Error::new("", format!("holds {} bytes, too few for a store", meta.len())).remedy(remedy)
-            );
-        }
-        self.check_room(&self.path, meta.blocks() * 512)
-    }
-
-    fn check_new(&self) -> Result<()> {
-        if self.size.is_none() {
-            return Err(Error::new("", "does not exist").remedy("give a size to make it, as in PATH:200GiB"));
-        }
-        let dir = self.path.parent().unwrap_or(Path::new("/"));
-        if !dir.is_dir() {
-            return Err(Error::new("", format!("the directory {} does not exist", dir.display()))
-                .remedy(format!("make it: mkdir -p {}", dir.display())));
-        }
-        self.check_room(dir, 0)
-    }
-
-    /// Stores are allocated whole, so their size must fit beside what they occupy already.
-    fn check_room(&self, on: &Path, occupied: u64) -> Result<()> {
-        let Some(size) = self.size else { return Ok(()) };
-        let stat = nix::sys::statvfs::statvfs(on).map_err(|errno| {
-            Error::caused_by(on.display(), std::io::Error::from(errno)).remedy("is it mounted?")
-        })?;
-        let room = stat.blocks_available().saturating_mul(stat.fragment_size()).saturating_add(occupied);
-        if size.get() > room {
-            return Err(Error::new("", format!("only {} are free there", Bytes(room).approx()))
-                .remedy("give a smaller size or make room"));
-        }
-        Ok(())
-    }
-}
-
-/// What makes two paths the same store: the device number, the inode, or for new files the path.
-fn identity(path: &Path) -> (u64, u64, PathBuf) {
-    match fs::metadata(path) {
-        Ok(meta) if meta.file_type().is_block_device() => (u64::MAX, meta.rdev(), PathBuf::new()),
-        Ok(meta) => (meta.dev(), meta.ino(), PathBuf::new()),
-        Err(_) => {
-            let parent = path.parent().and_then(|dir| dir.canonicalize().ok());
-            let whole = parent.zip(path.file_name()).map(|(dir, name)| dir.join(name));
-            (0, 0, whole.unwrap_or_else(|| path.to_owned()))
-        }
-    }
-}
-
 /// The daemon leaves its working directory, so no relative path survives the start.
 fn absolute(what: &str, path: PathBuf) -> Result<PathBuf> {
     if path.as_os_str().is_empty() {
@@ -633,7 +520,7 @@ fn absolute(what: &str, path: PathBuf) -> Result<PathBuf> {
 }
 
 fn default_l1(host: &Host) -> Bytes {
-    let quarter = Bytes(host.memory.get() / 4 & !(Bytes::mib(2).get() - 1));
+    let quarter = Bytes((host.memory.get() / 4) & !(Bytes::mib(2).get() - 1));
     quarter.min(Bytes::gib(4)).max(L1_MIN)
 }
 

@@ -74,6 +74,10 @@ pub struct Layer {
     #[arg(long, value_name = "BOOL", help_heading = ACCESS, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
     pub read_only: Option<bool>,
 
+    /// Let nothing on the mount be executed.
+    #[arg(long, value_name = "BOOL", help_heading = ACCESS, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
+    pub noexec: Option<bool>,
+
     /// Let the kernel check owners and modes, as on any file system. Default: true.
     #[arg(long, value_name = "BOOL", help_heading = ACCESS, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
     pub default_permissions: Option<bool>,
@@ -250,6 +254,7 @@ impl Layer {
                 ("", _) => {}
                 ("ro", None) => pairs.push(("read_only", None)),
                 ("rw", None) => pairs.push(("read_only", Some("false"))),
+                ("exec", None) => pairs.push(("noexec", Some("false"))),
                 ("config", _) => {}
                 _ if is_generic_mount_option(key) => {}
                 _ => pairs.push((key, value)),
@@ -298,6 +303,7 @@ impl Layer {
             evict,
             allow_other,
             read_only,
+            noexec,
             default_permissions,
             fsname,
             fuse_device,
@@ -335,9 +341,15 @@ pub fn fstab_config<'o>(options: impl IntoIterator<Item = &'o str>) -> Option<Pa
     words.filter_map(|word| word.trim().strip_prefix("config=")).last().map(PathBuf::from)
 }
 
+/// Whether `-o` knows an option of this name, as its own or as one that says nothing to a file system.
+pub fn is_mount_option(key: &str) -> bool {
+    let own = key.replace('-', "_");
+    ["ro", "rw", "config"].contains(&key) || is_generic_mount_option(key) || keys().any(|known| known == own)
+}
+
 /// Options of mount(8), systemd and fstab that say nothing to a file system.
 fn is_generic_mount_option(key: &str) -> bool {
-    const GENERIC: [&str; 25] = [
+    const GENERIC: [&str; 24] = [
         "auto",
         "noauto",
         "user",
@@ -353,7 +365,6 @@ fn is_generic_mount_option(key: &str) -> bool {
         "suid",
         "nosuid",
         "exec",
-        "noexec",
         "atime",
         "noatime",
         "relatime",
@@ -431,6 +442,9 @@ pub fn usage_error(error: &clap::Error) -> Error {
         ErrorKind::ValueValidation => {
             use std::error::Error as _;
             let cause = error.source().map(ToString::to_string).unwrap_or_default();
+            let value = context(ContextKind::InvalidValue).unwrap_or_default();
+            // Our own types name the value; those of others leave it out.
+            let cause = if cause.contains(&value) { cause } else { format!("'{value}': {cause}") };
             Error::new(option, cause)
         }
         ErrorKind::InvalidValue

@@ -1,3 +1,5 @@
+use std::fs;
+
 use super::*;
 use std::ffi::OsString;
 
@@ -123,7 +125,7 @@ fn an_environment_error_names_the_variable() {
     for (name, value, expected) in [
         ("KVCACHEFS_L1", "4", "KVCACHEFS_L1: --l1: size '4' has no unit"),
         ("KVCACHEFS_ALLOW_OTHER", "perhaps", "KVCACHEFS_ALLOW_OTHER"),
-        ("KVCACHEFS_L2", "/a:1GiB,/b:2", "KVCACHEFS_L2: --l2: size '2' has no unit"),
+        ("KVCACHEFS_L2", "/a:1GiB,/b:2", "KVCACHEFS_L2: --l2: '/b:2': size '2' has no unit"),
         ("KVCACHEFS_EVICT", "some", "KVCACHEFS_EVICT: --evict: eviction 'some' is unknown; use lru or none"),
     ] {
         let error = env(&[(name, value)]).expect_err(name).to_string();
@@ -160,7 +162,11 @@ fn what_cannot_work_is_refused_with_a_remedy() {
         ("l1=1GiB,dirty_limit=1GiB".to_owned(), "--dirty-limit: 1GiB is not below the 1GiB of L1"),
         ("dirty_limit=1MiB".to_owned(), "--dirty-limit: 1MiB is too little"),
         ("l1=1GiB,slab_file_max=2GiB".to_owned(), "--slab-file-max: 2GiB is more than"),
-        ("slab_file_max=1MiB,small_file_max=2MiB".to_owned(), "--small-file-max: 2MiB is more than"),
+        (
+            "slab_file_max=128KiB,small_file_max=200KiB".to_owned(),
+            "--small-file-max: 200KiB is more than --slab",
+        ),
+        ("small_file_max=2MiB".to_owned(), "--small-file-max: 2MiB is more than a block"),
         ("chunk_reserve=3MiB".to_owned(), "--chunk-reserve: 3MiB is not a multiple of 2MiB"),
         ("threads=0".to_owned(), "--threads: 0 is out of range"),
         ("threads=1".to_owned(), "--threads: 1 is not enough"),

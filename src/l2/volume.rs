@@ -222,7 +222,9 @@ impl Volume {
 
     /// What the devices do without, for status.
     pub fn notes(&self) -> Vec<String> {
-        self.devices.iter().flat_map(|device| device.notes().to_vec()).collect()
+        let mut notes: Vec<_> = self.devices.iter().flat_map(|device| device.notes().to_vec()).collect();
+        notes.dedup(); // what the kernel lacks it lacks for every device
+        notes
     }
 
     pub fn mark_written(&self, device: usize) {

@@ -82,6 +82,8 @@ struct Copy {
     pieces: SmallVec<[(Span, usize, usize); 6]>,
     /// Recycled memory between the old end and this write.
     gap: Option<Span>,
+    /// What [`Hot::emptied`] was.
+    emptied: u32,
     crc: Option<Running>,
 }
 
@@ -143,7 +145,7 @@ impl Core {
         if self.hot_mut(idx).passthrough_handles() > 0 {
             return Err(Stop::Fail(Errno::ETXTBSY));
         }
-        if self.hot_mut(idx).blocks.iter().any(|block| block.io == BlockIo::Reading) {
+        if self.hot_mut(idx).blocks.iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
             return Err(Stop::Load);
         }
         self.spread_layout(idx);
@@ -221,10 +223,19 @@ impl Core {
             let hot = self.hot_mut(idx);
             let Some(to) = hot.span(index) else { return Err(Stop::Room) };
             to.copy_from_span(&from.slice(0..len.min(from.len())));
-            hot.valid_to = hot.valid_to.max(index as u64 * BLOCK + len as u64);
+            if let (Mem::Slab, Some(slab)) = (&hot.blocks[index].mem, &hot.slab) {
+                let start = index as u64 * BLOCK;
+                if hot.valid_to < start {
+                    // A hole in the original; here it is recycled memory.
+                    let gap = slab.span(hot.valid_to as usize..start as usize);
+                    gap.zero(0..gap.len());
+                }
+                hot.valid_to = hot.valid_to.max(start + len as u64);
+            }
+            let version = hot.number();
             let block = &mut hot.blocks[index];
             block.dirty = true;
-            block.version = block.version.wrapping_add(1);
+            block.version = version;
             block.crc = None;
         }
         self.drop_base(idx);
@@ -238,7 +249,7 @@ impl Core {
             hot.blocks.resize_with(index + 1, Block::default);
         }
         let block = &hot.blocks[index];
-        if block.io == BlockIo::Reading {
+        if matches!(block.io, BlockIo::Reading(_)) {
             return Err(Stop::Load);
         }
         if block.bad && keep {
@@ -360,6 +371,10 @@ impl Core {
         }
     }
 
+    fn one_at_a_time(&mut self, idx: Idx) -> Result<(), Stop> {
+        if self.hot_mut(idx).writing { Err(Stop::Load) } else { Ok(()) }
+    }
+
     /// Plans a write. On success the file is pinned until [`Core::note_write`].
     fn plan_write(&mut self, id: NodeId, offset: u64, len: usize, queued: bool) -> Result<Copy, Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
@@ -373,6 +388,7 @@ impl Core {
         if end > self.size_max() {
             return Err(Stop::Fail(if self.settings.memory_only { Errno::ENOSPC } else { Errno::EFBIG }));
         }
+        self.one_at_a_time(idx)?;
         self.unseal(idx)?;
         self.copy_base(idx, u64::MAX)?;
         self.extend_tail(idx, end)?;
@@ -394,10 +410,12 @@ impl Core {
             let span = span.slice((from - start) as usize..(to - start) as usize);
             pieces.push((span, (from - offset) as usize, (to - offset) as usize));
         }
-        let in_slab = matches!(hot.blocks[first].mem, Mem::Slab);
-        let gap = match &hot.slab {
-            Some(slab) if in_slab && hot.valid_to < offset => {
-                Some(slab.span(hot.valid_to as usize..(offset as usize).min(slab.capacity_bytes() as usize)))
+        // When memory is short, some blocks of a file lie in its slab and others do not.
+        let gap = match (&hot.slab, (first..=last).find(|&index| matches!(hot.blocks[index].mem, Mem::Slab)))
+        {
+            (Some(slab), Some(index)) => {
+                let to = offset.max(index as u64 * BLOCK).min(slab.capacity_bytes());
+                (hot.valid_to < to).then(|| slab.span(hot.valid_to as usize..to as usize))
             }
             _ => None,
         };
@@ -411,10 +429,12 @@ impl Core {
             None
         };
         hot.pins += 1;
+        hot.writing = true;
+        let emptied = hot.emptied;
         if let Some(private) = hot.private_mut() {
             private.flushed = false;
         }
-        Ok(Copy { pieces, gap, crc: crc.filter(|_| !self.settings.memory_only) })
+        Ok(Copy { pieces, gap, emptied, crc: crc.filter(|_| !self.settings.memory_only) })
     }
 
     /// The last block of the file grows when something is written behind it: it has to be stored again at its new
@@ -435,31 +455,39 @@ impl Core {
         if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
             chunk.span().zero(old..len.max(old));
         }
+        let version = hot.number();
         let block = &mut hot.blocks[tail];
         block.dirty = true;
-        block.version = block.version.wrapping_add(1);
+        block.version = version;
         block.crc = None;
         Ok(())
     }
 
-    fn note_write(&mut self, id: NodeId, offset: u64, len: usize, crc: Option<Running>) {
+    fn note_write(&mut self, id: NodeId, offset: u64, len: usize, emptied: u32, crc: Option<Running>) {
+        self.wakes.admission |= !self.waiters.is_empty();
         let Some(idx) = self.by_id(id) else { return };
         let end = offset + len as u64;
+        let hot = self.hot_mut(idx);
+        hot.pins -= 1;
+        hot.writing = false;
+        if hot.emptied != emptied {
+            return self.close_if_done(idx);
+        }
         let node = self.node_mut(idx);
         node.size = node.size.max(end);
         node.mtime = now();
         node.ctime = node.mtime;
         let hot = self.hot_mut(idx);
-        hot.pins -= 1;
         let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
+        let version = hot.number();
         for block in &mut hot.blocks[first..=last] {
             block.dirty = true;
             block.bad = false;
-            block.version = block.version.wrapping_add(1);
+            block.version = version;
             block.crc = None;
         }
-        if matches!(hot.blocks[first].mem, Mem::Slab) {
-            hot.valid_to = hot.valid_to.max(end);
+        if let Some(index) = (first..=last).rev().find(|&index| matches!(hot.blocks[index].mem, Mem::Slab)) {
+            hot.valid_to = hot.valid_to.max(end.min((index as u64 + 1) * BLOCK));
         }
         match crc {
             Some(crc) => {
@@ -527,13 +555,22 @@ impl Core {
         }
     }
 
-    /// O_TRUNC on a file that is truncated in place.
+    /// O_TRUNC on a file that is truncated in place. It cannot wait and need not: none of the bytes are kept. What is on
+    /// its way to or from the device finds its blocks gone, and so does a write that is going on.
     pub fn truncate_to_nothing(&mut self, idx: Idx) {
-        if self.unseal(idx).is_ok() {
-            self.drop_base(idx);
-            self.cut(idx, 0);
-            self.resize_noted(idx, 0);
+        debug_assert_eq!(self.hot_mut(idx).passthrough_handles(), 0);
+        self.spread_layout(idx);
+        let id = self.id(idx);
+        let hot = self.hot_mut(idx);
+        hot.emptied = hot.emptied.wrapping_add(1);
+        if hot.sealed() {
+            hot.phase = Phase::Open;
+            self.building.push_back(id);
         }
+        self.drop_base(idx);
+        self.cut(idx, 0);
+        self.resize_noted(idx, 0);
+        self.tidy(idx);
     }
 
     fn resize_noted(&mut self, idx: Idx, size: u64) {
@@ -554,8 +591,9 @@ impl Core {
         if size == old {
             return Ok(());
         }
+        self.one_at_a_time(idx)?;
         self.unseal(idx)?;
-        if self.hot_mut(idx).blocks.iter().any(|block| block.io == BlockIo::Reading) {
+        if self.hot_mut(idx).blocks.iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
             return Err(Stop::Load);
         }
         self.copy_base(idx, size)?;
@@ -568,9 +606,10 @@ impl Core {
                 if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
                     chunk.span().zero(len..chunk.len());
                 }
+                let version = hot.number();
                 let block = &mut hot.blocks[tail];
                 block.dirty = true;
-                block.version = block.version.wrapping_add(1);
+                block.version = version;
                 block.crc = None;
             }
             self.cut(idx, size);
@@ -588,6 +627,7 @@ impl Core {
     /// Makes whole blocks of the range holes again. The edges are written with zeros by the caller.
     fn punch(&mut self, id: NodeId, offset: u64, end: u64) -> Result<(), Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        self.one_at_a_time(idx)?;
         self.unseal(idx)?;
         self.copy_base(idx, u64::MAX)?;
         let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
@@ -597,14 +637,12 @@ impl Core {
         if first >= last || hot.slab.is_some() {
             return Ok(());
         }
-        if hot.blocks[first..last].iter().any(|block| block.io == BlockIo::Reading) {
+        if hot.blocks[first..last].iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
             return Err(Stop::Load);
         }
         let mut gone = Vec::new();
         for block in &mut hot.blocks[first..last] {
-            let version = block.version.wrapping_add(1);
-            let io = block.io;
-            gone.push(std::mem::replace(block, Block { version, io, ..Block::default() }));
+            gone.push(std::mem::take(block));
         }
         for block in gone {
             self.uncharge(block.charge, block.reserved);
@@ -723,7 +761,7 @@ impl Store {
         if let Some(crc) = &mut plan.crc {
             crc.update(data);
         }
-        self.with(|core| core.note_write(id, offset, data.len(), plan.crc));
+        self.with(|core| core.note_write(id, offset, data.len(), plan.emptied, plan.crc));
         Tried::Done(Ok(data.len() as u32))
     }
 

@@ -267,7 +267,9 @@ impl Core {
     /// The extents of block `index` in a sealed file's list.
     pub fn place_in(extents: &Extents, size: u64, index: usize) -> Place {
         let mut skip = index as u64 * (BLOCK / 4096);
-        let mut want = (block_len(size, index) as u64).div_ceil(4096);
+        // The last block's may be longer: it was stored before the file was cut, and its checksum is of all of it.
+        let last = index + 1 == blocks_for(size);
+        let mut want = if last { BLOCK / 4096 } else { (block_len(size, index) as u64).div_ceil(4096) };
         let mut place = Place::new();
         for extent in extents.as_slice() {
             let blocks = u64::from(extent.blocks);
@@ -298,10 +300,11 @@ impl Core {
         }
     }
 
+    /// The checksum of what the device has of block `index`.
     pub fn block_crc(&self, idx: Idx, index: usize) -> Option<u32> {
         let node = self.node(idx);
         match &node.hot {
-            Some(hot) if hot.placed => hot.blocks.get(index).and_then(|block| block.crc),
+            Some(hot) if hot.placed => hot.blocks.get(index).and_then(|block| block.place_crc),
             _ => node.crcs.as_slice().get(index).copied(),
         }
     }
@@ -326,11 +329,14 @@ impl Core {
             _ => extents.push(extent),
         };
         for (index, block) in hot.blocks.iter().enumerate().take(blocks_for(node.size)) {
-            if block.place.is_empty() {
-                push(Extent { start: HOLE, blocks: (block_len(node.size, index) as u32).div_ceil(4096) });
-            }
             block.place.iter().for_each(|extent| push(*extent));
-            crcs.push(block.crc.unwrap_or(0));
+            // A block's place is found by counting; one that was stored before the file grew is shorter than it is.
+            let there: u32 = block.place.iter().map(|extent| extent.blocks).sum();
+            let missing = (block_len(node.size, index) as u32).div_ceil(4096).saturating_sub(there);
+            if missing > 0 {
+                push(Extent { start: HOLE, blocks: missing });
+            }
+            crcs.push(block.place_crc.unwrap_or(0));
         }
         (extents, crcs)
     }
@@ -353,6 +359,7 @@ impl Core {
             hot.placed = false;
             for block in &mut hot.blocks {
                 block.place = Place::new();
+                block.place_crc = None;
             }
         }
     }
@@ -372,7 +379,7 @@ impl Core {
             let place = Self::place_in(&extents, size, index);
             if !place.iter().all(|extent| extent.start == HOLE) {
                 block.place = place;
-                block.crc = crcs.as_slice().get(index).copied();
+                block.place_crc = crcs.as_slice().get(index).copied();
             }
         }
     }

@@ -78,6 +78,7 @@ pub struct Store {
 }
 
 mod completions;
+mod ending;
 mod timer;
 
 /// How long the kernel may believe what we said of a sealed file or a directory. What changes without the kernel's

@@ -269,7 +269,7 @@ mod tests {
     #[test]
     fn the_namespace_is_the_directory_below_the_root() {
         let mut tree = tree();
-        let mut dir = || Node::new(Detail::Dir(Box::<Dir>::default()), 0o755, 0, 0, 0);
+        let dir = || Node::new(Detail::Dir(Box::<Dir>::default()), 0o755, 0, 0, 0);
         let (a, b) = (tree.nodes.insert(dir()), tree.nodes.insert(dir()));
         tree.link(a, ROOT, b"a");
         tree.link(b, a, b"b");

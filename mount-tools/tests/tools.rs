@@ -1,0 +1,306 @@
+//! The tools on real mounts: what `kvctl` says and does, and what mount(8) makes of an fstab-like line.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::Once;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+const KVCTL: &str = env!("CARGO_BIN_EXE_kvctl");
+const HELPER: &str = env!("CARGO_BIN_EXE_mount-kvcachefs");
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The tools find the daemon's program beside themselves. It belongs to another package, so it may be missing or old.
+fn build_daemon() {
+    static BUILT: Once = Once::new();
+    BUILT.call_once(|| {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--quiet", "--package=kvcachefs", "--bin=kvcachefs"]).current_dir(root);
+        let beside = Path::new(KVCTL).parent().unwrap();
+        if beside.ends_with("release") {
+            cargo.arg("--release");
+        }
+        assert!(cargo.arg("--target-dir").arg(beside.parent().unwrap()).status().unwrap().success());
+    });
+}
+
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        build_daemon();
+        let place = Self(tempfile::Builder::new().prefix("kvcachefs-tools-").tempdir().unwrap());
+        fs::create_dir(place.mnt()).unwrap();
+        place
+    }
+
+    fn mnt(&self) -> PathBuf {
+        self.0.path().join("mnt")
+    }
+
+    fn store(&self) -> String {
+        format!("{}:128MiB", self.0.path().join("store").display())
+    }
+
+    /// Mounts with `kvctl`, and answers the daemon's pid.
+    fn mount(&self) -> i32 {
+        let store = self.store();
+        succeeds(kvctl(&["mount", "--l1", "64MiB", "--log-level", "error", "--l2", &store]).arg(self.mnt()));
+        self.pid()
+    }
+
+    fn pid(&self) -> i32 {
+        let stats = succeeds(kvctl(&["stats"]).arg(self.mnt()));
+        stats.lines().find_map(|line| line.strip_prefix("pid ")).unwrap().parse().unwrap()
+    }
+
+    fn is_mounted(&self) -> bool {
+        let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        table.lines().any(|line| line.split(' ').nth(4) == self.mnt().to_str())
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if self.is_mounted() {
+            // The daemon ends when its mount does.
+            let _ = nix::mount::umount2(&self.mnt(), nix::mount::MntFlags::MNT_DETACH);
+        }
+    }
+}
+
+fn kvctl(args: &[&str]) -> Command {
+    let mut command = Command::new(KVCTL);
+    command.args(args);
+    command
+}
+
+fn output(command: &mut Command) -> Output {
+    command.stdin(Stdio::null()).output().unwrap()
+}
+
+fn succeeds(command: &mut Command) -> String {
+    let out = output(command);
+    assert!(out.status.success(), "{command:?}: {}", String::from_utf8_lossy(&out.stderr));
+    String::from_utf8(out.stdout).unwrap()
+}
+
+/// Exit code 1, and one line on standard error that contains all of `parts`.
+fn refuses(command: &mut Command, parts: &[&str]) {
+    let out = output(command);
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(1), "{command:?}: {said}");
+    assert_eq!(said.lines().count(), 1, "not one line: {said:?}");
+    for part in parts {
+        assert!(said.contains(part), "no '{part}' in: {said}");
+    }
+}
+
+fn is_running(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with(['Z', 'X']))
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}: never");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn kvctl_mounts_shows_and_unmounts() {
+    let place = Place::new();
+    let first = place.mount();
+    let shown = place.mnt().display().to_string();
+    fs::write(place.mnt().join("f"), "kept").unwrap();
+    let status = succeeds(kvctl(&["status"]).arg(place.mnt()));
+    assert!(status.starts_with(&shown) && status.contains(&format!("pid {first}")), "{status}");
+    // Others may be mounted, or dead, beside ours.
+    let all = String::from_utf8(output(&mut kvctl(&["status"])).stdout).unwrap();
+    assert!(all.lines().any(|line| line.starts_with(&shown)), "{all}");
+    let json = succeeds(kvctl(&["status", "--json"]).arg(place.mnt()));
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&json[0]["mountpoint"], &json[0]["alive"]), (&shown.clone().into(), &true.into()));
+    assert_eq!(json[0]["stats"]["files"], 1);
+    assert!(succeeds(kvctl(&["events"]).arg(place.mnt())).contains("mounted at"));
+
+    succeeds(kvctl(&["umount"]).arg(place.mnt()));
+    assert!(!place.is_mounted() && !is_running(first), "it returned before the end");
+    let second = place.mount();
+    assert_ne!(second, first);
+    assert_eq!(fs::read_to_string(place.mnt().join("f")).unwrap(), "kept");
+    refuses(kvctl(&["mount", "--l1=64MiB", "--log-level=error"]).arg(place.mnt()), &[&shown, "busy"]);
+    succeeds(kvctl(&["umount"]).arg(place.mnt()));
+}
+
+#[test]
+fn kvctl_names_who_is_in_the_way() {
+    let place = Place::new();
+    let daemon = place.mount();
+    let file = place.mnt().join("f");
+    fs::write(&file, vec![7; 1 << 20]).unwrap();
+    let mut sleeping = Command::new("sleep");
+    let with_directory = |client: &mut Command| client.current_dir(place.mnt()).arg("600").spawn().unwrap();
+    let mut client = with_directory(&mut sleeping);
+    let named = format!("{} (sleep)", client.id());
+    refuses(kvctl(&["umount"]).arg(place.mnt()), &["busy: in use by", &named, "--lazy"]);
+    assert!(place.is_mounted() && fs::read(&file).unwrap().len() == 1 << 20);
+    client.kill().unwrap();
+    client.wait().unwrap();
+
+    let mut reading = Command::new("sleep");
+    let mut client = reading.arg("600").stdin(File::open(&file).unwrap()).spawn().unwrap();
+    drop(reading); // which holds the file as well
+    refuses(kvctl(&["umount"]).arg(place.mnt()), &["busy", &format!("{} (sleep)", client.id())]);
+    succeeds(kvctl(&["umount", "--lazy"]).arg(place.mnt()));
+    assert!(!place.is_mounted() && is_running(daemon), "an open file keeps it alive");
+    client.kill().unwrap();
+    client.wait().unwrap();
+    wait_until("the daemon ends", || !is_running(daemon));
+    place.mount();
+    assert_eq!(fs::read(&file).unwrap().len(), 1 << 20);
+    succeeds(kvctl(&["umount"]).arg(place.mnt()));
+}
+
+#[test]
+fn events_are_followed_until_the_unmount_which_they_do_not_hinder() {
+    let place = Place::new();
+    place.mount();
+    let mut follow = kvctl(&["events", "--follow"]);
+    let mut follow = follow.arg(place.mnt()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(follow.stdout.take().unwrap()).lines();
+    assert!(lines.next().unwrap().unwrap().contains("mounted at"));
+    // It may just be reading, and then the mount is in use for that moment.
+    wait_until("unmounted", || output(kvctl(&["umount"]).arg(place.mnt())).status.success());
+    assert!(follow.wait().unwrap().success());
+}
+
+#[test]
+fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
+    let place = Place::new();
+    let shown = place.mnt().display().to_string();
+    let daemon = place.mount();
+    kill(Pid::from_raw(daemon), Signal::SIGSTOP).unwrap();
+    refuses(kvctl(&["status"]).arg(place.mnt()), &[&shown, "no answer", "umount --lazy"]);
+    refuses(kvctl(&["umount"]).arg(place.mnt()), &[&shown, "does not answer", "--lazy"]);
+    kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
+    wait_until("the daemon ends", || !is_running(daemon));
+    // The last of its threads closes the device a little later.
+    wait_until("a dead mount", || {
+        fs::read_dir(place.mnt()).is_err_and(|error| error.raw_os_error() == Some(nix::libc::ENOTCONN))
+    });
+    refuses(kvctl(&["status"]).arg(place.mnt()), &[&shown, "its daemon is gone", "kvctl umount"]);
+    let json = output(kvctl(&["status", "--json"]).arg(place.mnt()));
+    let json: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json[0]["alive"], false);
+    succeeds(kvctl(&["umount"]).arg(place.mnt()));
+    assert!(!place.is_mounted());
+}
+
+#[test]
+fn wrong_words_are_one_line_with_a_remedy() {
+    let place = Place::new();
+    refuses(&mut kvctl(&[]), &["no command", "use mount, umount, status"]);
+    refuses(&mut kvctl(&["dismount"]), &["dismount", "unknown command", "use mount, umount, status"]);
+    refuses(&mut kvctl(&["status", "--xml"]), &["--xml", "unknown option", "kvctl --help"]);
+    refuses(kvctl(&["umount", "--timeout=5"]).arg(place.mnt()), &["--timeout", "'5' has no unit"]);
+    refuses(kvctl(&["umount"]).arg(place.mnt()), &["no kvcachefs is mounted there"]);
+    refuses(kvctl(&["status"]).arg(place.mnt()), &["no kvcachefs is mounted there", "kvctl status"]);
+    refuses(&mut kvctl(&["umount", "/proc"]), &["/proc", "type proc", "use umount"]);
+    refuses(kvctl(&["mount", "--l1=4"]).arg(place.mnt()), &["--l1", "'4' has no unit"]);
+    refuses(kvctl(&["mount", "--l3=4GiB"]).arg(place.mnt()), &["--l3", "unknown option"]);
+}
+
+#[test]
+fn the_helper_refuses_what_it_does_not_know() {
+    let place = Place::new();
+    let run = |args: &[&str]| {
+        let out =
+            output(Command::new(HELPER).args([&place.store(), place.mnt().to_str().unwrap()]).args(args));
+        (out.status.code(), String::from_utf8(out.stderr).unwrap())
+    };
+    let (code, said) = run(&["-o", "rw,l1=64MiB,log_level=error,bogus=3"]);
+    assert_eq!(code, Some(32), "{said}");
+    assert!(said.lines().count() == 1 && said.contains("bogus: unknown option"), "{said}");
+    assert_eq!(run(&["-f", "-o", "rw,l1=64MiB"]), (Some(0), String::new()), "a fake mount");
+    assert!(!place.is_mounted() && !place.0.path().join("store").exists());
+    let (code, said) = run(&["-s", "-o", "rw,l1=64MiB,log_level=error,bogus=3"]);
+    assert_eq!((code, said.as_str()), (Some(0), ""), "a sloppy mount");
+    assert!(place.is_mounted());
+    succeeds(kvctl(&["umount"]).arg(place.mnt()));
+}
+
+/// In a mount namespace of its own, where the helpers lie over /sbin.
+#[test]
+fn mount_8_and_fstab_reach_it() {
+    let place = Place::new();
+    let helpers = place.0.path().join("sbin");
+    fs::create_dir(&helpers).unwrap();
+    for name in ["mount.kvcachefs", "mount.fuse.kvcachefs"] {
+        std::os::unix::fs::symlink(HELPER, helpers.join(name)).unwrap();
+    }
+    let script = r#"
+        set -eu
+        cd "$1"
+        sbin=$(readlink -f /sbin)
+        mount -t overlay overlay -o "lowerdir=$1/sbin:$sbin" "$sbin"
+        options=l1=64MiB,log_level=error,pid_file=$1/pid,noatime
+        gone() { pid=$(cat pid); umount mnt; timeout 60 tail -s 0.05 --pid="$pid" -f /dev/null; }
+
+        mount -t kvcachefs "$2" mnt -o "$options,allow_other"
+        findmnt -n -o FSTYPE,SOURCE -M "$1/mnt"
+        grep -q "^allow_other = true # flag" mnt/.ctl/config
+        echo kept > mnt/f
+        gone
+
+        mount -t fuse.kvcachefs any mnt -o "$options,ro,l2=$2"
+        findmnt -n -o FSTYPE,SOURCE -M "$1/mnt"
+        cat mnt/f
+        echo lost 2>/dev/null > mnt/g || echo read-only
+        gone
+
+        echo "$2 $1/mnt kvcachefs $options,nofail,x-systemd.requires-mounts-for=/ 0 0" > fstab
+        mount --fstab fstab -a
+        mount --fstab fstab -a # again, to no effect
+        findmnt -n -o FSTYPE,SOURCE "$1/mnt"
+        cat mnt/f
+        gone
+
+        mount -t kvcachefs "$2" mnt -o "$options,bogus=3" 2>&1 || echo "exit $?"
+    "#;
+    let place_dir = place.0.path().to_str().unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", script, "sh", place_dir, &place.store()]);
+    let said = succeeds(&mut command);
+    let words: Vec<_> = said.split_whitespace().collect();
+    let store = place.store();
+    let expected = ["fuse.kvcachefs", &store, "fuse.kvcachefs", "any", "kept", "read-only"];
+    assert_eq!(words[..6], expected, "{said}");
+    assert_eq!(words[6..9], ["fuse.kvcachefs", &store, "kept"], "{said}");
+    assert!(said.contains("bogus: unknown option") && said.ends_with("exit 32\n"), "{said}");
+}
+
+#[test]
+fn the_unit_and_the_fstab_example_name_options_that_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let example = fs::read_to_string(root.join("fstab.example")).unwrap();
+    let lines = example.lines().filter(|line| !line.starts_with('#') && !line.is_empty());
+    let mut options = 0;
+    for line in lines {
+        let fields: Vec<_> = line.split_whitespace().collect();
+        assert_eq!((fields.len(), fields[2]), (6, "kvcachefs"), "{line}");
+        kvcachefs::config::Layer::from_fstab([fields[3]]).unwrap_or_else(|error| panic!("{line}: {error}"));
+        options += fields[3].split(',').count();
+    }
+    assert!(options > 5);
+    let unit = fs::read_to_string(root.join("kvcachefs@.service")).unwrap();
+    assert!(unit.contains("Type=notify") && unit.contains("LimitMEMLOCK=infinity"));
+}
