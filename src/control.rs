@@ -339,6 +339,11 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("waiting_writers", s.waiting_changes, "Writes that wait for room."),
         gauge("promotions_in_flight", c.promoting, "Groups of blocks on their way from the devices."),
         gauge("device_in_flight", engines(|g| g.outstanding()), "Transfers that devices are working on."),
+        gauge(
+            "recovery_read_bytes",
+            c.recovery_bytes,
+            "Bytes of the catalog read when the store was opened.",
+        ),
         gauge("poisoned", u64::from(s.poisoned), "1 after a commit failed."),
         gauge("passthrough", u64::from(s.passthrough), "1 if resident files are read by the kernel alone."),
         counter("lookups", c.lookups, "Lookups that reached the daemon."),

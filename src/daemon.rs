@@ -10,7 +10,7 @@ use crate::config::{Config, Evict, HugePages, L2Engine, ReadPath, Recycle};
 use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::l1::{Pool, PoolConfig, RegionWatcher};
-use crate::l2::volume::{Volume, VolumeOptions};
+use crate::l2::volume::{Volume, VolumeOptions, Wrap};
 use crate::l2::{DeviceOptions, EngineKind, EngineOptions};
 use crate::memory::{Region, RegionId};
 use crate::mount;
@@ -199,10 +199,14 @@ struct Daemon {
 
 impl Daemon {
     fn start(config: &Config, events: &Arc<Events>, ready: &Ready) -> Result<Self> {
+        Self::start_on(config, events, ready, None)
+    }
+
+    fn start_on(config: &Config, events: &Arc<Events>, ready: &Ready, wrap: Option<Wrap>) -> Result<Self> {
         let mut notes = Vec::new();
         let uid = nix::unistd::geteuid().as_raw();
         let gid = nix::unistd::getegid().as_raw();
-        let (volume, recovered) = match open_volume(config, uid, gid, ready)? {
+        let (volume, recovered) = match open_volume(config, uid, gid, ready, wrap)? {
             Some((volume, recovered)) => (Some(Arc::new(volume)), recovered),
             None => {
                 notes.push("L2: memory only, what leaves L1 is gone".to_owned());
@@ -247,6 +251,7 @@ impl Daemon {
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
         core.space.allocated = allocated_pages;
         core.space.peak = allocated_pages;
+        core.counters.recovery_bytes = volume.as_ref().map_or(0, |volume| volume.recovery_bytes());
         for idx in by_recency {
             core.touch(idx);
         }
@@ -352,7 +357,13 @@ impl Daemon {
 }
 
 /// Opens L2 and reads its catalog.
-fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Option<(Volume, Recovered)>> {
+fn open_volume(
+    config: &Config,
+    uid: u32,
+    gid: u32,
+    ready: &Ready,
+    wrap: Option<Wrap>,
+) -> Result<Option<(Volume, Recovered)>> {
     if config.is_memory_only() {
         return Ok(None);
     }
@@ -363,6 +374,7 @@ fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Opt
         .map(|spec| (spec.path.as_path(), spec.size.map(|size| size.0 / 4096 * 4096)))
         .collect();
     let options = VolumeOptions {
+        wrap,
         format: config.format,
         files_max: config.l2_files_max,
         device: DeviceOptions {
@@ -390,7 +402,7 @@ fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Opt
             "store opened: {} files, {} in use, {} of catalog read in {:?}",
             recovered.tree.files,
             Bytes(recovered.allocated_pages * 4096),
-            Bytes(opened.recovery_bytes),
+            Bytes(opened.volume.recovery_bytes()),
             started.elapsed()
         );
     }
@@ -428,3 +440,6 @@ fn raise_limits(notes: &mut Vec<String>) -> usize {
     }
     usize::try_from(slabs).unwrap_or(usize::MAX)
 }
+
+#[cfg(test)]
+mod tests;

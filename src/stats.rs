@@ -41,6 +41,8 @@ pub struct Counters {
     pub committed_files: u64,
     pub commits: u64,
     pub checkpoints: u64,
+    /// What reading the catalog took when the store was opened.
+    pub recovery_bytes: u64,
     pub store_failures: u64,
     pub read_errors: u64,
     pub crc_errors: u64,

@@ -31,6 +31,8 @@ const PAGE_U64: u64 = PAGE as u64;
 const CHUNK_BYTES: usize = 1 << 20;
 /// Room in a checkpoint for one file, on average: attributes, a name of 100 bytes, an extent, some checksums.
 pub const BYTES_PER_RECORD: u64 = 256;
+/// How far behind the end of the log its continuation is looked for: more than any frame takes.
+const LOOK_AHEAD: u64 = 4 << 20;
 /// Smallest log.
 pub const LOG_MIN: u64 = 4 << 20;
 
@@ -232,8 +234,8 @@ impl Journal {
         let layout = Layout::new(&region, log);
         let header = Header { generation: 1, log_start: 0, log_seq: 1, area: 0, chunks: 0 };
         let tag = tag_of(store);
-        // The older slot must not hold a header that some earlier journal of this store left with a higher generation.
-        medium.write_at(layout.start, &vec![0; PAGE])?;
+        // Both slots hold a header from the start: a slot without one is a loss.
+        medium.write_at(layout.start, &Header { generation: 0, ..header }.encode(tag))?;
         medium.sync()?;
         medium.write_at(layout.start + PAGE_U64, &header.encode(tag))?;
         medium.sync()?;
@@ -251,12 +253,13 @@ impl Journal {
         let layout = Layout::new(&region, log);
         let tag = tag_of(store);
         let mut newest: Option<Header> = None;
+        let mut headers = 0;
         for slot in 0..2 {
             let mut page = vec![0; PAGE];
             medium.read_at(layout.start + slot * PAGE_U64, &mut page)?;
-            if let Some(header) = Header::decode(&page, tag)
-                && newest.is_none_or(|other| other.generation < header.generation)
-            {
+            let Some(header) = Header::decode(&page, tag) else { continue };
+            headers += 1;
+            if newest.is_none_or(|other| other.generation < header.generation) {
                 newest = Some(header);
             }
         }
@@ -278,7 +281,10 @@ impl Journal {
                 break;
             }
         }
-        journal.check_end(&mut report)?;
+        journal.check_end(headers == 1, &mut report)?;
+        // What a killed process wrote and did not flush is read back, but does not survive a power cut. It is about to
+        // be relied upon: what comes after it must not become durable before it.
+        journal.medium.sync()?;
         Ok((journal, report))
     }
 
@@ -363,30 +369,38 @@ impl Journal {
         Ok(Some(page[FRAME_HEADER..FRAME_HEADER + len].to_vec()))
     }
 
-    /// A frame is written only when the one before it is durable. So if the one after the end of the log is there, the
-    /// end is not where a crash tore the last write: something that was durable has been lost.
-    fn check_end(&self, report: &mut Report) -> Result<(), Error> {
-        let mut page = vec![0; PAGE];
+    /// A frame is written only when the one before it is durable. So if a later one is there than that at the end of
+    /// the log, the end is not where a crash tore the last write: something that was durable has been lost.
+    ///
+    /// Usually the frame that would follow the lost one is looked for. Where only one header can be read, the other
+    /// may have been the newer one, and the log from there on may have overwritten what the older one needs: then any
+    /// later frame in the whole ring tells.
+    fn check_end(&self, lone_header: bool, report: &mut Report) -> Result<(), Error> {
         let limit = self.header.log_start + self.layout.log;
-        let mut at = self.end + PAGE_U64;
-        while at < limit {
-            self.ring_read(at, &mut page)?;
-            report.bytes_read += PAGE_U64;
-            if u32_at(&page, 0) == MAGIC
-                && u64_at(&page, 16) == self.tag
-                && u64_at(&page, 32) == at
-                && u64_at(&page, 24) == self.seq + 1
-                && self.read_frame(at, self.seq + 1, &mut Report::default())?.is_some()
-            {
-                return Err(Error::Damaged(format!(
-                    "record {} of its log is gone, and later ones are there",
-                    self.seq
-                )));
+        let (mut at, stop) = if lone_header {
+            (self.end, self.end + self.layout.log)
+        } else {
+            (self.end + PAGE_U64, limit.min(self.end + LOOK_AHEAD))
+        };
+        let mut pages = Vec::new();
+        while at < stop {
+            pages.resize(((stop - at) as usize).min(CHUNK_BYTES), 0);
+            self.ring_read(at, &mut pages)?;
+            report.bytes_read += pages.len() as u64;
+            for page in pages.chunks_exact(PAGE) {
+                let (seq, position) = (u64_at(page, 24), u64_at(page, 32));
+                let later = u32_at(page, 0) == MAGIC
+                    && u64_at(page, 16) == self.tag
+                    && if lone_header { seq > self.seq } else { seq == self.seq + 1 && position == at }
+                    && position % self.layout.log == at % self.layout.log;
+                if later && self.read_frame(position, seq, &mut Report::default())?.is_some() {
+                    return Err(Error::Damaged(format!(
+                        "record {} of its log is gone, and later ones are there",
+                        self.seq
+                    )));
+                }
+                at += PAGE_U64;
             }
-            if u32_at(&page, 0) != MAGIC || at - self.end > 64 * PAGE_U64 {
-                break;
-            }
-            at += PAGE_U64;
         }
         Ok(())
     }
@@ -525,3 +539,6 @@ impl Checkpoint {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -46,7 +46,12 @@ pub trait CatalogReader {
     fn record(&mut self, record: Record);
 }
 
+/// Puts an engine in front of a device's own, such as [`super::Faulty`].
+pub type Wrap = fn(Arc<dyn Engine>) -> Arc<dyn Engine>;
+
 pub struct VolumeOptions {
+    /// For tests.
+    pub wrap: Option<Wrap>,
     pub format: bool,
     pub files_max: Option<u64>,
     pub device: DeviceOptions,
@@ -58,14 +63,14 @@ pub struct Volume {
     journal: Mutex<Journal>,
     /// Devices that were written to since they were last flushed.
     written: Vec<AtomicBool>,
+    /// How much reading the catalog took.
+    recovery_bytes: u64,
 }
 
 /// What a store was found to be.
 pub struct Opened {
     pub volume: Volume,
     pub fresh: bool,
-    /// How much reading the catalog took.
-    pub recovery_bytes: u64,
 }
 
 fn random_id() -> io::Result<[u8; 16]> {
@@ -95,7 +100,10 @@ impl Volume {
         for (path, size) in paths {
             let device = open_patiently(path, &DeviceOptions { size: *size, ..options.device.clone() })
                 .map_err(|error| Error::new("", error))?;
-            devices.push(device);
+            devices.push(match options.wrap {
+                Some(wrap) => device.wrap(wrap),
+                None => device,
+            });
         }
         let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
         let blank = found.iter().all(|found| *found == Found::Blank);
@@ -125,16 +133,17 @@ impl Volume {
             return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
                 .remedy(LOST));
         }
-        Ok(Opened {
-            volume: Self::joined(first, supers, journal),
-            fresh: false,
-            recovery_bytes: report.bytes_read,
-        })
+        Ok(Opened { volume: Self::joined(first, supers, journal, report.bytes_read), fresh: false })
     }
 
-    fn joined(devices: Arc<Vec<Device>>, supers: Vec<Superblock>, journal: Journal) -> Self {
+    fn joined(
+        devices: Arc<Vec<Device>>,
+        supers: Vec<Superblock>,
+        journal: Journal,
+        recovery_bytes: u64,
+    ) -> Self {
         let written = supers.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { devices, supers, journal: Mutex::new(journal), written }
+        Self { devices, supers, journal: Mutex::new(journal), written, recovery_bytes }
     }
 
     fn format(devices: Vec<Device>, options: &VolumeOptions) -> Result<Opened> {
@@ -188,7 +197,7 @@ impl Volume {
                     .map_err(|error| failed(device, error))?;
             }
         }
-        Ok(Opened { volume: Self::joined(devices, supers, journal), fresh: true, recovery_bytes: 0 })
+        Ok(Opened { volume: Self::joined(devices, supers, journal, 0), fresh: true })
     }
 
     pub fn device_count(&self) -> usize {
@@ -214,6 +223,10 @@ impl Volume {
                 bytes.saturating_sub(slack) / PAGE as u64
             })
             .sum()
+    }
+
+    pub fn recovery_bytes(&self) -> u64 {
+        self.recovery_bytes
     }
 
     pub fn files_max(&self) -> u64 {

@@ -18,7 +18,7 @@ use super::again::{Expected, Intent};
 use super::attr::Attr;
 use super::core::{Core, now};
 use super::hot::{BLOCK, BLOCK_PAGES, Block, BlockIo, Hot, Mem, Phase, Place, block_len};
-use super::node::{DURABLE, Idx, Kind, NAMED, NodeId, SLOT};
+use super::node::{DURABLE, Idx, Kind, NAMED, NONE, NodeId, SLOT};
 use super::open::Handle;
 use super::process::Caller;
 use super::{AttrReply, Store, UnitReply, WriteReply};
@@ -306,8 +306,10 @@ impl Core {
             && hot.blocks.iter().skip(1).all(|block| block.mem.is_none() && block.place.is_empty())
             && matches!(hot.blocks[0].mem, Mem::Chunk(_))
             && index > 0;
+        // A block in a chunk stays in chunks: its bytes are there, not in the slab.
+        let chunked = matches!(hot.blocks[index].mem, Mem::Chunk(_));
         let expected = if fresh { end.max(size).max(self.guess(idx)) } else { end.max(size) };
-        if end <= largest && self.hot_mut(idx).slab.is_some() && self.grow_slab(idx, end) {
+        if end <= largest && !chunked && self.hot_mut(idx).slab.is_some() && self.grow_slab(idx, end) {
             self.hot_mut(idx).blocks[index].mem = Mem::Slab;
             return Ok(());
         }
@@ -335,14 +337,21 @@ impl Core {
 
     fn take_chunk(&mut self, idx: Idx, index: usize, len: usize, small: bool) -> Result<(), Stop> {
         let want = if small { len } else { BLOCK as usize };
-        let Some(chunk) = self.alloc_chunk(want) else {
+        // Making room may drop clean blocks of this very file, if there is nothing else: what moves is held meanwhile.
+        let hot = self.hot_mut(idx);
+        let from = hot.span(index);
+        let defined = match hot.blocks[index].mem {
+            Mem::Slab => hot.valid_to.saturating_sub(index as u64 * BLOCK) as usize,
+            _ => usize::MAX,
+        };
+        let Some(chunk) = self.alloc_chunk(want, idx).or_else(|| self.alloc_chunk(want, NONE)) else {
             return Err(if self.settings.memory_only { Stop::Fail(Errno::ENOSPC) } else { Stop::Room });
         };
         let hot = self.hot_mut(idx);
         let to = chunk.span();
-        let kept = match hot.span(index) {
+        let kept = match from {
             Some(from) => {
-                let kept = from.len().min(to.len());
+                let kept = from.len().min(to.len()).min(defined);
                 to.copy_from_span(&from.slice(0..kept));
                 kept
             }
@@ -699,9 +708,11 @@ impl Core {
             (node.has(NAMED), node.parent, node.has(SLOT), node.size)
         };
         let posix = named && self.tree.posix(parent);
+        let stored = self.is_stored(idx);
         let hot = self.hot_mut(idx);
         let read = hot.sealed()
-            && (hot.must_not_change() || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
+            && (hot.must_not_change()
+                || ((hot.handles() > 0 || stored) && !posix && !slot && size > 0 && !with_handle));
         let id = self.id(idx);
         if read
             && named

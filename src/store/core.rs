@@ -267,9 +267,7 @@ impl Core {
     /// The extents of block `index` in a sealed file's list.
     pub fn place_in(extents: &Extents, size: u64, index: usize) -> Place {
         let mut skip = index as u64 * (BLOCK / 4096);
-        // The last block's may be longer: it was stored before the file was cut, and its checksum is of all of it.
-        let last = index + 1 == blocks_for(size);
-        let mut want = if last { BLOCK / 4096 } else { (block_len(size, index) as u64).div_ceil(4096) };
+        let mut want = (block_len(size, index) as u64).div_ceil(4096);
         let mut place = Place::new();
         for extent in extents.as_slice() {
             let blocks = u64::from(extent.blocks);
@@ -304,16 +302,30 @@ impl Core {
     pub fn block_crc(&self, idx: Idx, index: usize) -> Option<u32> {
         let node = self.node(idx);
         match &node.hot {
-            Some(hot) if hot.placed => hot.blocks.get(index).and_then(|block| block.place_crc),
+            Some(hot) if hot.placed => {
+                hot.blocks.get(index).filter(|block| !block.place.is_empty()).map(|block| block.stored.0)
+            }
             _ => node.crcs.as_slice().get(index).copied(),
         }
     }
 
-    /// The places and checksums of all blocks as one list, for the record and for a sealed file.
-    pub fn layout(&self, idx: Idx) -> (Vec<Extent>, Vec<u32>) {
+    /// The size, places and checksums of all blocks as one list, for the record and for a sealed file.
+    ///
+    /// While a file is written in place, this is what the device has of it: blocks that have changed since are told as
+    /// they were stored. What the file has grown by and was not stored reads as zeros; what it was cut by comes back
+    /// as long as the new end is not stored.
+    pub fn layout(&self, idx: Idx) -> (u64, Vec<Extent>, Vec<u32>) {
         let node = self.node(idx);
         let Some(hot) = node.hot.as_ref().filter(|hot| hot.placed) else {
-            return (node.extents.as_slice().to_vec(), node.crcs.as_slice().to_vec());
+            return (node.size, node.extents.as_slice().to_vec(), node.crcs.as_slice().to_vec());
+        };
+        let pages = |index| (block_len(node.size, index) as u64).div_ceil(4096);
+        let last = blocks_for(node.size).saturating_sub(1);
+        let size = match hot.blocks.get(last) {
+            Some(block) if !block.place.is_empty() => {
+                node.size.max(last as u64 * BLOCK + u64::from(block.stored.1))
+            }
+            _ => node.size,
         };
         let mut extents: Vec<Extent> = Vec::new();
         let mut crcs = Vec::with_capacity(hot.blocks.len());
@@ -330,15 +342,13 @@ impl Core {
         };
         for (index, block) in hot.blocks.iter().enumerate().take(blocks_for(node.size)) {
             block.place.iter().for_each(|extent| push(*extent));
-            // A block's place is found by counting; one that was stored before the file grew is shorter than it is.
-            let there: u32 = block.place.iter().map(|extent| extent.blocks).sum();
-            let missing = (block_len(node.size, index) as u32).div_ceil(4096).saturating_sub(there);
-            if missing > 0 {
-                push(Extent { start: HOLE, blocks: missing });
+            let lacks = pages(index).saturating_sub(in_list(&block.place));
+            if lacks > 0 {
+                push(Extent { start: HOLE, blocks: lacks as u32 });
             }
-            crcs.push(block.place_crc.unwrap_or(0));
+            crcs.push(block.stored.0);
         }
-        (extents, crcs)
+        (size, extents, crcs)
     }
 
     /// Moves places and checksums of a sealed file that is wholly on the device from its blocks to the node.
@@ -351,7 +361,7 @@ impl Core {
         {
             return;
         }
-        let (extents, crcs) = self.layout(idx);
+        let (_, extents, crcs) = self.layout(idx);
         let node = self.node_mut(idx);
         node.extents = Extents::from_slice(&extents);
         node.crcs = Crcs::from_slice(&crcs);
@@ -359,7 +369,6 @@ impl Core {
             hot.placed = false;
             for block in &mut hot.blocks {
                 block.place = Place::new();
-                block.place_crc = None;
             }
         }
     }
@@ -379,7 +388,8 @@ impl Core {
             let place = Self::place_in(&extents, size, index);
             if !place.iter().all(|extent| extent.start == HOLE) {
                 block.place = place;
-                block.place_crc = crcs.as_slice().get(index).copied();
+                block.crc = crcs.as_slice().get(index).copied();
+                block.stored = (block.crc.unwrap_or(0), block_len(size, index) as u32);
             }
         }
     }
@@ -435,7 +445,9 @@ impl Core {
             Some(hot) => std::mem::take(&mut hot.supersedes),
             None => Vec::new(),
         };
-        if self.node(idx).has(DURABLE) {
+        // What is on its way to the device and still the base of its successor will have a record, too.
+        let coming = self.hot(idx).is_some_and(|hot| hot.based > 0) && self.in_write_back(idx);
+        if self.node(idx).has(DURABLE) || coming {
             old.push(self.id(idx));
         }
         match successor {
@@ -451,6 +463,13 @@ impl Core {
             return;
         }
         for id in ids {
+            // What is on its way must not be recorded after its record was removed.
+            if let Some(idx) = self.by_id(id)
+                && !self.node(idx).has(DURABLE)
+                && let Some(WriteBack::Queued(seq)) = self.hot(idx).map(|hot| hot.write_back)
+            {
+                self.forget_entry(seq, id);
+            }
             // What is still open keeps its place after the record is gone, so it does not count as leaving.
             let pages = match self.by_id(id) {
                 Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => self.device_pages(idx),
@@ -633,6 +652,11 @@ impl Core {
     pub fn in_write_back(&self, idx: Idx) -> bool {
         self.hot(idx).is_some_and(|hot| hot.write_back != WriteBack::None)
     }
+}
+
+/// Pages that a list of extents stands for, holes included.
+fn in_list(extents: &[Extent]) -> u64 {
+    extents.iter().map(|extent| u64::from(extent.blocks)).sum()
 }
 
 /// Pages that a list of extents takes on the device.

@@ -79,9 +79,10 @@ pub struct Block {
     /// Where it is on the device, and the checksum of what is there: not of what is in memory, if that is newer.
     /// Empty: nowhere, or a hole.
     pub place: Place,
-    pub place_crc: Option<u32>,
-    /// The checksum of what is in memory, if it was computed on the way.
+    /// Checksum of the bytes as they are now, if it is known.
     pub crc: Option<u32>,
+    /// Checksum and length of what is at `place`: once the block is dirty again, that is something else.
+    pub stored: (u32, u32),
     /// Its bytes could not be read back, or were wrong: EIO until written again.
     pub bad: bool,
     /// Looked at since the last eviction came by (second chance within large files).
@@ -168,6 +169,8 @@ pub struct PendingLookup {
 pub struct Hot {
     pub phase: Phase,
     pub slab: Option<Slab>,
+    /// Sealed while some of its blocks were outside the slab: what comes from the device goes into chunks.
+    pub mixed: bool,
     /// Bytes of the slab, from its start, whose content is defined. Beyond, up to the file's size, are zeros
     /// that nobody has written into recycled memory yet. Only while unsealed.
     pub valid_to: u64,
@@ -235,6 +238,7 @@ impl Hot {
         Self {
             phase,
             slab: None,
+            mixed: false,
             valid_to: 0,
             blocks: Vec::new(),
             opened: SmallVec::new(),

@@ -23,7 +23,7 @@ use super::core::{Core, now};
 use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
 use super::lists::Droppable;
 use super::names::check_name;
-use super::node::{ALIAS_BASE, Detail, Idx, Kind, LOST, MOVED, NAMED, NONE, NodeId, SLOT};
+use super::node::{ALIAS_BASE, DURABLE, Detail, Idx, Kind, LOST, MOVED, NAMED, NONE, NodeId, SLOT};
 use super::process::{Caller, dying_of, process_of};
 use super::{Answer, EntryReply, Store};
 use crate::l1::Slab;
@@ -290,6 +290,12 @@ impl Core {
         self.invalidate(old);
     }
 
+    /// Whether this version is on the device or on its way there: then it is what a crash brings back, whole, until
+    /// the next one is stored (rule R1). So that next one has to be a version of its own.
+    pub fn is_stored(&self, idx: Idx) -> bool {
+        self.node(idx).has(DURABLE) || self.in_write_back(idx)
+    }
+
     pub fn may_passthrough(&self, idx: Idx) -> bool {
         let node = self.node(idx);
         self.settings.passthrough
@@ -335,6 +341,7 @@ impl Core {
         let (size, parent, slot, named) = (node.size, node.parent, node.has(SLOT), node.has(NAMED));
         let place = self.place_of(idx);
         let posix = named && self.tree.posix(parent);
+        let stored = self.is_stored(idx);
         let hot = self.hot_mut(idx);
         let (handles, fixed) = (hot.handles(), hot.must_not_change());
         if intent == Intent::Truncate {
@@ -359,7 +366,7 @@ impl Core {
         if intent == Intent::Write {
             let fresh = match &hot.phase {
                 Phase::Private(_) | Phase::Open => false,
-                Phase::Sealed => fixed || (handles > 0 && !posix && !slot && size > 0),
+                Phase::Sealed => fixed || ((handles > 0 || stored) && !posix && !slot && size > 0),
             };
             if fresh && named {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::core::{Core, Effect, HOLE};
 use super::hot::{BLOCK, BlockIo, Mem, PendingRead, Place, block_len, blocks_for};
-use super::node::{Idx, LOST, NodeId, SLOT};
+use super::node::{Idx, LOST, NONE, NodeId, SLOT};
 use super::{ReadReply, Store};
 use crate::l2::{Class, Direction, Io};
 use crate::memory::{AlignedBuf, Span};
@@ -108,7 +108,8 @@ impl Core {
         self.size_blocks(idx);
         let range = if self.take_promotion_slab(idx) { 0..blocks_for(self.node(idx).size) } else { range };
         let size = self.node(idx).size;
-        let whole = self.hot(idx).is_some_and(|hot| hot.slab.is_some());
+        // Into the slab only where all of the file is to be in it: under construction it may be smaller than the file.
+        let whole = self.hot(idx).is_some_and(|hot| hot.slab.is_some() && hot.sealed() && !hot.mixed);
         let id = self.id(idx);
         let mut load = Load {
             device: usize::from(self.node(idx).device),
@@ -224,7 +225,7 @@ impl Core {
         let mem = if whole {
             Mem::Slab
         } else {
-            let Some(chunk) = self.alloc_chunk(len) else { return false };
+            let Some(chunk) = self.alloc_chunk(len, NONE) else { return false };
             self.counters.promotions += 1;
             self.counters.promoted_bytes += len as u64;
             Mem::Chunk(chunk)

@@ -152,7 +152,14 @@ impl Core {
             hot.slab = None;
             return;
         }
-        if !covered || slab.capacity_bytes() < size {
+        hot.mixed = !covered || slab.capacity_bytes() < size;
+        if hot.mixed {
+            // What is in the slab is read as it is from now on.
+            let end = slab.capacity_bytes().min(size.next_multiple_of(4096));
+            if hot.valid_to < end {
+                slab.span(hot.valid_to as usize..end as usize).zero(0..(end - hot.valid_to) as usize);
+                hot.valid_to = end;
+            }
             return;
         }
         if (hot.valid_to as usize) < size as usize {

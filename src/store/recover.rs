@@ -101,6 +101,8 @@ impl Recovery {
         let allocated_pages = self.claim(&mut dropped);
         let gone: std::collections::HashSet<Idx> = dropped.iter().map(|(id, _)| id.idx()).collect();
         for &idx in &gone {
+            // Its blocks were not claimed: they are nobody's, or somebody else's.
+            self.tree.nodes[idx].extents = Extents::None;
             self.tree.unlink(idx);
         }
         // What hangs below a directory that was dropped goes with it the next time; it is unreachable until then.

@@ -32,12 +32,13 @@ impl Core {
         None
     }
 
-    pub fn alloc_chunk(&mut self, len: usize) -> Option<Chunk> {
+    /// A chunk, dropping from L1 what it takes, but nothing of `keep`.
+    pub fn alloc_chunk(&mut self, len: usize, keep: Idx) -> Option<Chunk> {
         for _ in 0..DROPS_MAX {
             if let Some(chunk) = self.pool.chunk(len) {
                 return Some(chunk);
             }
-            if !self.drop_some(NONE) {
+            if !self.drop_some(keep) {
                 return None;
             }
         }
@@ -78,31 +79,53 @@ impl Core {
         {
             return false;
         }
-        if hot.slab.is_some() {
-            // A slab leaves whole.
-            return hot.sealed()
-                && hot.transfers == 0
-                && hot.blocks.iter().all(|block| !block.dirty && block.io == BlockIo::Idle)
+        if self.slab_droppable(idx) {
+            return true;
+        }
+        hot.blocks.iter().enumerate().any(|(index, block)| self.chunk_droppable(idx, index, block))
+    }
+
+    /// A slab leaves whole, also that of a file under construction once all of it has been spilled: else files that
+    /// wait for room would hold all of L1 between them.
+    fn slab_droppable(&self, idx: Idx) -> bool {
+        let node = self.node(idx);
+        let Some(hot) = &node.hot else { return false };
+        if hot.slab.is_none() || hot.transfers > 0 {
+            return false;
+        }
+        if hot.sealed() && !hot.mixed {
+            return hot.blocks.iter().all(|block| !block.dirty && block.io == BlockIo::Idle)
                 && (!hot.placed || hot.blocks.iter().all(|block| !block.place.is_empty()))
                 && (hot.placed || !node.extents.as_slice().is_empty());
         }
-        hot.blocks.iter().enumerate().any(|(index, block)| self.block_droppable(idx, index, block))
+        // Beside the slab there may be chunks, for what came when the slab could not grow.
+        hot.blocks
+            .iter()
+            .enumerate()
+            .filter(|(_, block)| matches!(block.mem, Mem::Slab))
+            .all(|(index, block)| !block.dirty && block.io == BlockIo::Idle && self.has_place(idx, index))
     }
 
-    fn block_droppable(&self, idx: Idx, index: usize, block: &Block) -> bool {
-        !block.mem.is_none() && !block.dirty && block.io == BlockIo::Idle && self.has_place(idx, index)
+    fn chunk_droppable(&self, idx: Idx, index: usize, block: &Block) -> bool {
+        matches!(block.mem, Mem::Chunk(_))
+            && !block.dirty
+            && block.io == BlockIo::Idle
+            && self.has_place(idx, index)
     }
 
     /// Drops clean blocks of the file; it stays on the device.
     fn drop_residency(&mut self, idx: Idx) {
         self.counters.evictions_l1 += 1;
+        let whole = self.slab_droppable(idx);
         let Some(hot) = self.tree.nodes[idx].hot.as_mut() else { return };
         if std::mem::take(&mut hot.promoted_unread) {
             self.counters.promoted_unread += 1;
         }
-        if hot.slab.is_some() {
+        if whole {
             hot.slab = None;
-            for block in &mut hot.blocks {
+            hot.valid_to = 0;
+            hot.mixed = false;
+            for block in hot.blocks.iter_mut().filter(|block| matches!(block.mem, Mem::Slab)) {
                 block.mem = Mem::None;
             }
         } else {
@@ -115,9 +138,7 @@ impl Core {
                 if std::mem::take(&mut hot.blocks[index].referenced) {
                     continue;
                 }
-                let block = &self.hot_mut(idx).blocks[index];
-                let droppable = !block.mem.is_none() && !block.dirty && block.io == BlockIo::Idle;
-                if droppable && self.has_place(idx, index) {
+                if self.hot(idx).is_some_and(|hot| self.chunk_droppable(idx, index, &hot.blocks[index])) {
                     self.hot_mut(idx).blocks[index].mem = Mem::None;
                     dropped += 1;
                     if dropped == DROP_BLOCKS {

@@ -37,9 +37,9 @@ struct Commit {
 impl Core {
     pub fn record(&self, idx: Idx) -> Vec<u8> {
         let node = self.node(idx);
-        let (extents, crcs) = match node.detail {
+        let (size, extents, crcs) = match node.detail {
             Detail::File => self.layout(idx),
-            _ => (Vec::new(), Vec::new()),
+            _ => (node.size, Vec::new(), Vec::new()),
         };
         let (kind, target) = match &node.detail {
             Detail::File => (0, Vec::new()),
@@ -55,7 +55,7 @@ impl Core {
             gid: node.gid,
             parent: if node.parent == ROOT || idx == ROOT { 0 } else { self.id(node.parent).0 },
             seq: node.seq,
-            size: node.size,
+            size,
             mtime: node.mtime,
             ctime: node.ctime,
             atime: node.atime,

@@ -38,6 +38,8 @@ struct Job {
 struct Piece {
     index: usize,
     version: u32,
+    /// Bytes of the block.
+    len: usize,
     /// Whole pages, the rest of the last one zeros.
     span: Span,
     place: Place,
@@ -169,7 +171,7 @@ impl Core {
         }
     }
 
-    fn forget_entry(&mut self, seq: u64, id: NodeId) {
+    pub fn forget_entry(&mut self, seq: u64, id: NodeId) {
         if let Some(entry) = self.queue.get_mut(seq) {
             entry.todo = Some(VecDeque::new());
         }
@@ -217,7 +219,7 @@ impl Core {
             let reserved = std::mem::take(&mut block.reserved);
             let (version, crc) = (block.version, if copy { None } else { block.crc });
             self.space.reserved -= u64::from(reserved);
-            blocks.push(Piece { index, version, span, place: take(&mut extents, pages_of(index)), crc });
+            blocks.push(Piece { index, version, len, span, place: take(&mut extents, pages_of(index)), crc });
         }
         self.space.peak = self.space.peak.max(self.space.used());
         let bytes = pages * 4096;
@@ -288,7 +290,7 @@ impl Core {
                 block.io = BlockIo::Idle;
                 if error.is_none() {
                     let old = std::mem::replace(&mut block.place, piece.place);
-                    block.place_crc = piece.crc;
+                    block.stored = (piece.crc.unwrap_or(0), piece.len as u32);
                     // If it was changed meanwhile, an fsync before the change has what it wanted, and it stays dirty.
                     if block.version == piece.version {
                         block.dirty = false;
@@ -413,20 +415,21 @@ impl Store {
         }
         let device = usize::from(job.device);
         let engine = volume.engine(device);
-        volume.mark_written(device);
         let landing = Arc::new(Landing {
             remaining: AtomicU32::new(parts.len() as u32),
             error: Mutex::new(None),
             job: Mutex::new(Some(job)),
         });
         for (offset, span) in parts {
-            let (store, landing) = (self.clone(), landing.clone());
+            let (store, volume, landing) = (self.clone(), volume.clone(), landing.clone());
             engine.submit(Io {
                 direction: Direction::Write,
                 class: Class::WriteBack,
                 offset: volume.data_offset(device) + offset,
                 span,
                 done: Box::new(move |result| {
+                    // Not earlier: a flush that began before the write was done does not cover it.
+                    volume.mark_written(device);
                     if let Err(error) = result {
                         landing.error.lock().get_or_insert(error);
                     }

@@ -214,8 +214,15 @@ impl Mount {
     pub fn kill(&mut self) {
         let Some(mut daemon) = self.daemon.take() else { return };
         daemon.kill().unwrap();
+        self.abort();
         daemon.wait().unwrap();
-        let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_DETACH);
+    }
+
+    /// Ends the kernel's side of a daemon that is dying. If it was killed while it told the kernel of a changed name,
+    /// that thread waits for a lock that a client holds, who waits for an answer of the daemon.
+    fn abort(&self) {
+        use nix::mount::MntFlags;
+        let _ = nix::mount::umount2(&self.dir, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH);
     }
 
     /// Waits until everything published is durable.
@@ -317,9 +324,10 @@ impl Drop for Mount {
                 eprintln!("--- status\n{}", self.status());
             }
             let _ = daemon.kill();
+            self.abort();
             let _ = daemon.wait();
         }
-        let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_DETACH);
+        self.abort();
         if let Some(device) = &self.loop_device {
             let _ = Command::new("losetup").arg("--detach").arg(device).status();
         }

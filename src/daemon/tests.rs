@@ -1,0 +1,201 @@
+//! A store on a device that fails: what cannot be stored or read goes away, and whoever asks is told (rules R2, R6).
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
+
+use std::cell::RefCell;
+use std::path::Path;
+
+use nix::errno::Errno;
+
+use super::*;
+use crate::config::Layer;
+use crate::host::Host;
+use crate::l2::{Direction, Engine, Faults, Faulty};
+use crate::store::node::ROOT_INO;
+use crate::store::{Answer, Caller, Handle};
+
+thread_local! {
+    /// The orders for the device that was opened last on this thread.
+    static FAULTS: RefCell<Option<Faults>> = const { RefCell::new(None) };
+}
+
+fn faulty(inner: Arc<dyn Engine>) -> Arc<dyn Engine> {
+    let (engine, faults) = Faulty::new(inner);
+    FAULTS.with(|at| *at.borrow_mut() = Some(faults));
+    Arc::new(engine)
+}
+
+struct Rig {
+    daemon: Daemon,
+    events: Arc<Events>,
+    faults: Faults,
+}
+
+impl Rig {
+    fn start(dir: &Path) -> Self {
+        let store = dir.join("store");
+        let flags = Layer::from_fstab([
+            "mountpoint=/mnt/unused",
+            &format!("l1=64MiB,l2={}:64MiB,lock=false,l2-engine=threads", store.display()),
+        ])
+        .unwrap();
+        let config = Config::resolve(Layer::default(), Layer::default(), flags, &Host::probe()).unwrap();
+        let ready = crate::background::start(false, None).unwrap().unwrap();
+        let events = Arc::new(Events::default());
+        let daemon = Daemon::start_on(&config, &events, &ready, Some(faulty)).unwrap();
+        let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap();
+        Self { daemon, events, faults }
+    }
+
+    fn stop(self) {
+        self.daemon.stop();
+    }
+
+    fn store(&self) -> &Arc<Store> {
+        &self.daemon.store
+    }
+
+    fn caller() -> Caller {
+        Caller { tid: nix::unistd::gettid().as_raw() as u32, uid: 0, gid: 0 }
+    }
+
+    fn create(&self, name: &str, bytes: &[u8]) -> Handle {
+        let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
+        let (_, handle) =
+            self.store().create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller()).unwrap();
+        let (tell, told) = channel();
+        self.store().write(&handle, 0, bytes, Box::new(move |result| tell.send(result).unwrap()));
+        assert_eq!(told.recv().unwrap(), Ok(bytes.len() as u32));
+        handle
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) {
+        let handle = self.create(name, bytes);
+        self.store().release(&handle);
+    }
+
+    fn fsync(&self, handle: &Handle) -> Result<(), Errno> {
+        let (tell, told) = channel();
+        self.store().fsync(handle, Box::new(move |result| tell.send(result).unwrap()));
+        told.recv().unwrap()
+    }
+
+    fn drain(&self) -> Result<(), Errno> {
+        let (tell, told) = channel();
+        self.store().barrier(Box::new(move |result| tell.send(result).unwrap()));
+        told.recv().unwrap()
+    }
+
+    fn find(&self, name: &str) -> Result<u64, Errno> {
+        match self.store().lookup(ROOT_INO, name.as_bytes(), &Self::caller()) {
+            Answer::Now(found) => found.map(|entry| entry.attr.ino),
+            Answer::Wait => panic!("nothing is being released"),
+        }
+    }
+
+    fn read(&self, ino: u64, len: usize) -> Result<Vec<u8>, Errno> {
+        let opened = self.store().open(ino, libc::O_RDONLY, &Self::caller())?;
+        let (tell, told) = channel();
+        let reply =
+            Box::new(move |result: Result<&[u8], Errno>| tell.send(result.map(<[u8]>::to_vec)).unwrap());
+        self.store().read(&opened.handle, 0, len, reply);
+        let read = told.recv().unwrap();
+        self.store().release(&opened.handle);
+        read
+    }
+
+    fn said(&self, what: &str) -> bool {
+        String::from_utf8(self.events.read(0, 1 << 20)).unwrap().lines().any(|line| line.contains(what))
+    }
+}
+
+#[test]
+fn what_the_device_does_not_take_goes_away_and_whoever_asks_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.write("kept", &[1; 300_000]);
+    assert_eq!(rig.drain(), Ok(()));
+
+    // Nobody waits for it: the next drain says so, once.
+    rig.faults.fail_next(Direction::Write, 1, libc::EIO);
+    rig.write("lost", &[2; 300_000]);
+    assert_eq!(rig.drain(), Err(Errno::EIO));
+    assert_eq!(rig.find("lost"), Err(Errno::ENOENT));
+    assert!(rig.said("lost lost: storing it on the device failed"));
+    assert_eq!(rig.store().snapshot().counters.store_failures, 1);
+    assert_eq!(rig.drain(), Ok(()));
+
+    // The writer waits for it.
+    let handle = rig.create("synced", &[3; 70_000]);
+    rig.faults.fail_next(Direction::Write, 1, libc::ENOSPC);
+    assert_eq!(rig.fsync(&handle), Err(Errno::EIO));
+    assert_eq!(rig.find("synced"), Err(Errno::ENOENT));
+    rig.store().release(&handle);
+    let _ = rig.drain();
+
+    // A new version that cannot be stored takes its name with it; nothing old comes back in its place.
+    let used = rig.store().snapshot().used_bytes;
+    assert_eq!(used, 300_000u64.next_multiple_of(4096), "room of what failed is back");
+    assert_eq!(rig.read(rig.find("kept").unwrap(), 300_000), Ok(vec![1; 300_000]));
+    rig.stop();
+
+    let rig = Rig::start(dir.path());
+    assert_eq!(rig.read(rig.find("kept").unwrap(), 300_000), Ok(vec![1; 300_000]));
+    assert_eq!(rig.find("lost"), Err(Errno::ENOENT));
+    assert_eq!(rig.find("synced"), Err(Errno::ENOENT));
+    rig.stop();
+}
+
+#[test]
+fn what_cannot_be_read_back_or_reads_wrong_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    for (at, name) in ["unread", "flipped", "right"].into_iter().enumerate() {
+        rig.write(name, &vec![at as u8 + 1; 400_000]);
+    }
+    assert_eq!(rig.drain(), Ok(()));
+    rig.stop();
+    let rig = Rig::start(dir.path());
+    let (unread, flipped, right) =
+        (rig.find("unread").unwrap(), rig.find("flipped").unwrap(), rig.find("right").unwrap());
+    rig.faults.fail_next(Direction::Read, 1, libc::EIO);
+    assert_eq!(rig.read(unread, 400_000), Err(Errno::EIO));
+    rig.faults.fail_next(Direction::Read, 0, 0);
+    rig.faults.flip_next_reads(1);
+    assert_eq!(rig.read(flipped, 400_000), Err(Errno::EIO));
+    rig.faults.flip_next_reads(0);
+    assert_eq!(rig.read(right, 400_000), Ok(vec![3; 400_000]));
+    for name in ["unread", "flipped"] {
+        assert_eq!(rig.find(name), Err(Errno::ENOENT), "{name}");
+        assert!(rig.said(&format!("lost {name}:")), "{name}");
+    }
+    let counters = rig.store().snapshot().counters;
+    assert_eq!((counters.read_errors, counters.crc_errors), (1, 1));
+    rig.stop();
+}
+
+#[test]
+fn a_flush_that_fails_is_told_and_what_was_durable_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.write("before", &[1; 50_000]);
+    assert_eq!(rig.drain(), Ok(()));
+    let handle = rig.create("doubtful", &[2; 50_000]);
+    rig.faults.fail_next_syncs(1, libc::EIO);
+    assert_eq!(rig.fsync(&handle), Err(Errno::EIO));
+    rig.store().release(&handle);
+    assert!(rig.store().snapshot().poisoned);
+    assert_eq!(rig.drain(), Err(Errno::EIO));
+    assert!(rig.said("nothing is stored any more"));
+    assert_eq!(rig.read(rig.find("before").unwrap(), 50_000), Ok(vec![1; 50_000]));
+    rig.stop();
+
+    let rig = Rig::start(dir.path());
+    assert_eq!(rig.read(rig.find("before").unwrap(), 50_000), Ok(vec![1; 50_000]));
+    match rig.find("doubtful") {
+        Err(error) => assert_eq!(error, Errno::ENOENT),
+        Ok(ino) => assert_eq!(rig.read(ino, 50_000), Ok(vec![2; 50_000])),
+    }
+    rig.write("after", &[4; 50_000]);
+    assert_eq!(rig.drain(), Ok(()));
+    rig.stop();
+}

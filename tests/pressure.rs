@@ -1,0 +1,430 @@
+//! Under pressure writers wait, or are told that there is no room; nobody hangs, no bound is passed, no byte is wrong.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
+#![allow(unsafe_code, reason = "readers map files and look at them")]
+
+mod common;
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use common::{Mount, Options, bytes, memory_only};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+
+const MIB: usize = 1 << 20;
+const CLIENTS: usize = 64;
+
+fn full() -> bool {
+    std::env::var_os("KVCACHEFS_TEST_FULL").is_some()
+}
+
+/// Says which bytes are wrong.
+fn assert_same(read: &[u8], wanted: &[u8], what: &str) {
+    assert_eq!(read.len(), wanted.len(), "length of {what}");
+    let wrong: Vec<usize> = (0..read.len()).filter(|&at| read[at] != wanted[at]).collect();
+    if let (Some(first), Some(last)) = (wrong.first(), wrong.last()) {
+        let start = &read[*first..read.len().min(first + 8)];
+        panic!("{what}: {} bytes from {first} to {last} are wrong, {start:x?}", wrong.len());
+    }
+}
+
+/// Runs every job in a thread of its own. Whoever is still at it after `patience` hangs.
+fn all(jobs: Vec<Box<dyn FnOnce() + Send>>, patience: Duration) {
+    let (sender, done) = channel();
+    let count = jobs.len();
+    for (at, job) in jobs.into_iter().enumerate() {
+        let sender = sender.clone();
+        std::thread::spawn(move || {
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
+            let _ = sender.send((at, result));
+        });
+    }
+    for finished in 0..count {
+        match done.recv_timeout(patience) {
+            Ok((_, Ok(()))) => {}
+            Ok((at, Err(_))) => panic!("client {at} failed"),
+            Err(_) => panic!("no client has finished for {patience:?}; {finished} of {count} had"),
+        }
+    }
+}
+
+#[test]
+fn sixty_four_writers_finish_under_a_small_dirty_bound() {
+    if memory_only() {
+        return;
+    }
+    let (size, dirty, l1) = if full() { (80 * MIB, 256, 1024) } else { (10 * MIB, 32, 64) };
+    let l2 = (CLIENTS * size * 5 / 4 / MIB) as u64;
+    let mut mount = Mount::with(Options::new(l1, l2).arg("--dirty-limit").arg(&format!("{dirty}MiB")));
+    let root = mount.path().to_owned();
+    let jobs = (0..CLIENTS).map(|client| {
+        let path = root.join(format!("f{client}"));
+        Box::new(move || {
+            let content = bytes(client as u64, size);
+            let mut file = File::create(path).unwrap();
+            // Front to back in pieces, so that all are half done when the bound is met.
+            for piece in content.chunks(MIB + 4096) {
+                file.write_all(piece).unwrap();
+            }
+        }) as Box<dyn FnOnce() + Send>
+    });
+    all(jobs.collect(), Duration::from_secs(120));
+    assert!(mount.stat("writer_waits") > 0, "nobody met the bound");
+    assert!(mount.stat("spilled_bytes") > 0, "private files of {CLIENTS} writers held the bound");
+    mount.check_bounds();
+    let check = |mount: &Mount, client: usize, when: &str| {
+        let read = fs::read(mount.at(&format!("f{client}"))).unwrap();
+        assert_same(&read, &bytes(client as u64, size), &format!("file of writer {client} {when}"));
+    };
+    (0..CLIENTS).step_by(4).for_each(|client| check(&mount, client, "before the restart"));
+    assert_eq!(mount.stat("timeouts"), 0);
+    mount.check_quiet();
+    mount.restart();
+    (0..CLIENTS).for_each(|client| check(&mount, client, "after the restart"));
+    mount.check_quiet();
+}
+
+/// What version `seed` of a file looks like: it begins with its seed, so that a reader knows what must follow.
+fn version(seed: u64, len: usize) -> Vec<u8> {
+    let mut content = bytes(seed, len);
+    content[..8].copy_from_slice(&seed.to_le_bytes());
+    content
+}
+
+fn check_version(name: usize, content: &[u8], how: &str) {
+    let seed = u64::from_le_bytes(content[..8].try_into().unwrap());
+    assert_eq!((seed >> 32) as usize, name, "{how} of file {name} shows another file's bytes");
+    assert!(content == version(seed, content.len()), "{how} of file {name}, version {seed:#x}");
+    assert_eq!(content.len(), size_of_version(seed), "{how} of file {name} is cut off");
+}
+
+/// 4 KiB to 1.4 MiB: some in chunks, most in slabs, of all lengths.
+fn size_of_version(seed: u64) -> usize {
+    let at = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+    4096 + (at as usize * 13) % (1_400_000)
+}
+
+/// A file mapped by a reader.
+struct Map {
+    base: std::ptr::NonNull<std::ffi::c_void>,
+    len: usize,
+}
+
+impl Map {
+    /// Shared where the file allows it: a direct handle can only be mapped privately (ENODEV).
+    fn new(file: &File, len: usize) -> io::Result<Self> {
+        let length = NonZeroUsize::new(len).unwrap();
+        for flags in [MapFlags::MAP_SHARED, MapFlags::MAP_PRIVATE] {
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            match unsafe { mmap(None, length, ProtFlags::PROT_READ, flags, file, 0) } {
+                Ok(base) => return Ok(Self { base, len }),
+                Err(nix::errno::Errno::ENODEV) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(io::Error::from(nix::errno::Errno::ENODEV))
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: mapped for as long as self lives; the version of a file that is mapped never changes.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().cast(), self.len) }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, and no slice of it outlives self.
+        unsafe { munmap(self.base, self.len) }.unwrap();
+    }
+}
+
+/// What the writers share.
+struct Writers {
+    root: PathBuf,
+    written: AtomicU64,
+    refused: AtomicU64,
+}
+
+fn path_of(root: &Path, name: usize) -> PathBuf {
+    root.join(format!("d{}/f{name}", name % 16))
+}
+
+impl Writers {
+    /// Writes one version of `name` in one of the ways in which engines publish.
+    fn write(&self, name: usize, turn: u64) -> io::Result<()> {
+        let seed = (name as u64) << 32 | turn;
+        let content = version(seed, size_of_version(seed));
+        let path = path_of(&self.root, name);
+        let renamed = path.with_extension(format!("tmp{turn}"));
+        let by_rename = turn.is_multiple_of(2);
+        let target = if by_rename { &renamed } else { &path };
+        let result = File::create(target).and_then(|mut file| {
+            content.chunks(300_000).try_for_each(|piece| file.write_all(piece))?;
+            // Renamed while open, what others see is the whole file or none of it.
+            if by_rename { fs::rename(&renamed, &path) } else { Ok(()) }
+        });
+        if let Err(error) = result {
+            // Closed, a part of it would be published: it is not what readers expect.
+            match fs::remove_file(target) {
+                // Without L2 it may have left already.
+                Err(gone) if gone.kind() == ErrorKind::NotFound && memory_only() => {}
+                other => other?,
+            }
+            return Err(error);
+        }
+        self.written.fetch_add(content.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn run(&self, client: usize, total: u64) {
+        let mut turn = 0;
+        while self.written.load(Ordering::Relaxed) < total {
+            // Names of one's own, each written more than once: versions replace what readers hold.
+            let name = client * NAMES + (turn / 2) as usize % NAMES;
+            match self.write(name, turn) {
+                Ok(()) => {}
+                Err(error) if memory_only() && error.raw_os_error() == Some(libc::ENOSPC) => {
+                    self.refused.fetch_add(1, Ordering::Relaxed);
+                }
+                Err(error) => panic!("writer {client}, turn {turn}: {error}"),
+            }
+            turn += 1;
+        }
+    }
+}
+
+/// Names of each writer.
+const NAMES: usize = 8;
+
+#[derive(Default)]
+struct Readers {
+    root: PathBuf,
+    whole: AtomicU64,
+    misses: AtomicU64,
+    stale: AtomicU64,
+    stop: AtomicBool,
+}
+
+impl Readers {
+    fn run(&self, client: usize) {
+        let mut state = client as u64 + 1;
+        let mut held: Option<(usize, Map)> = None;
+        while !self.stop.load(Ordering::Acquire) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let name = (state >> 33) as usize % (CLIENTS * NAMES);
+            match self.read(name, state >> 20 & 1 == 0, &mut held) {
+                Ok(()) => self.whole.fetch_add(1, Ordering::Relaxed),
+                Err(error) if error.kind() == ErrorKind::NotFound => {
+                    self.misses.fetch_add(1, Ordering::Relaxed)
+                }
+                // Gone twice between a lookup and its open. Here bytes and bounds are looked at.
+                Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => {
+                    self.stale.fetch_add(1, Ordering::Relaxed)
+                }
+                Err(error) => panic!("reader {client} of file {name}: {error}"),
+            };
+        }
+    }
+
+    fn read(&self, name: usize, mapped: bool, held: &mut Option<(usize, Map)>) -> io::Result<()> {
+        let mut file = File::open(path_of(&self.root, name))?;
+        if mapped {
+            let map = Map::new(&file, file.metadata()?.len() as usize)?;
+            drop(file);
+            check_version(name, map.bytes(), "a mapping");
+            // Kept over the next reads, so that eviction meets files that are mapped and closed.
+            if let Some((name, old)) = held.replace((name, map)) {
+                check_version(name, old.bytes(), "a mapping that was kept");
+            }
+            return Ok(());
+        }
+        let mut content = Vec::new();
+        file.read_to_end(&mut content)?;
+        check_version(name, &content, "a read");
+        Ok(())
+    }
+}
+
+/// The reading half of [`writers_and_readers_beyond_both_tiers`], in a process of its own: to the writers' own process
+/// files under construction would be visible.
+#[test]
+#[ignore = "started by writers_and_readers_beyond_both_tiers"]
+fn readers_of_another_process() {
+    let root = PathBuf::from(std::env::var_os("KVCACHEFS_TEST_ROOT").unwrap());
+    let readers = Arc::new(Readers { root, ..Readers::default() });
+    let stopper = readers.clone();
+    std::thread::spawn(move || {
+        let _ = io::stdin().read_to_end(&mut Vec::new());
+        stopper.stop.store(true, Ordering::Release);
+    });
+    let jobs = (0..CLIENTS).map(|client| {
+        let readers = readers.clone();
+        Box::new(move || readers.run(client)) as Box<dyn FnOnce() + Send>
+    });
+    all(jobs.collect(), Duration::from_secs(600));
+    println!(
+        "whole {} misses {} stale {}",
+        readers.whole.load(Ordering::Relaxed),
+        readers.misses.load(Ordering::Relaxed),
+        readers.stale.load(Ordering::Relaxed)
+    );
+    assert!(readers.whole.load(Ordering::Relaxed) > 0, "nothing was ever read");
+}
+
+#[test]
+fn writers_and_readers_beyond_both_tiers() {
+    let l1 = if full() { 1024 } else { 128 };
+    let l2 = l1 * 3 / 2;
+    let mount = Mount::with(Options::new(l1, l2));
+    for directory in 0..16 {
+        fs::create_dir(mount.at(&format!("d{directory}"))).unwrap();
+    }
+    let mut readers = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", "readers_of_another_process", "--nocapture"])
+        .env("KVCACHEFS_TEST_ROOT", mount.path())
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let writers = Arc::new(Writers {
+        root: mount.path().to_owned(),
+        written: AtomicU64::new(0),
+        refused: AtomicU64::new(0),
+    });
+    // Three times L1 and twice L2.
+    let total = (l1 * 3) << 20;
+    let jobs = (0..CLIENTS).map(|client| {
+        let writers = writers.clone();
+        Box::new(move || writers.run(client, total)) as Box<dyn FnOnce() + Send>
+    });
+    all(jobs.collect(), Duration::from_secs(120));
+    drop(readers.stdin.take());
+    let ended = readers.wait().unwrap();
+    assert!(ended.success(), "readers: {ended}");
+    assert!(mount.stat("evictions_l2") > 0, "nothing left L2");
+    if !memory_only() {
+        assert!(mount.stat("evictions_l1") > 0, "nothing left L1");
+        assert!(mount.stat("read_l2_bytes") > 0, "nothing came back from L2");
+    }
+    assert_eq!(mount.stat("timeouts"), 0);
+    println!(
+        "written {} refused {} evicted {} {} promotions {}",
+        writers.written.load(Ordering::Relaxed),
+        writers.refused.load(Ordering::Relaxed),
+        mount.stat("evictions_l1"),
+        mount.stat("evictions_l2"),
+        mount.stat("promotions")
+    );
+    mount.check_quiet();
+    nothing_is_left(&mount);
+}
+
+/// After everything is unlinked, nothing holds memory or room.
+fn nothing_is_left(mount: &Mount) {
+    for entry in fs::read_dir(mount.path()).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() { fs::remove_dir_all(path).unwrap() } else { fs::remove_file(path).unwrap() }
+    }
+    for gauge in ["files", "private_files", "l1_slab_bytes", "l1_chunk_bytes", "l1_lent_bytes", "dirty_bytes"]
+    {
+        mount.wait_for(gauge, |value| value == 0);
+    }
+    if !memory_only() {
+        mount.drain();
+        mount.wait_for("l2_used_bytes", |value| value == 0);
+    }
+}
+
+/// Writes files of `size` bytes until there is no room; says which was refused, and how.
+fn fill_from(mount: &Mount, first: usize, size: usize, most: usize) -> (usize, io::Error) {
+    for at in first..first + most {
+        let path = mount.at(&format!("f{at}"));
+        let mut file = OpenOptions::new().write(true).create_new(true).open(&path).unwrap();
+        if let Err(error) = bytes(at as u64, size).chunks(MIB / 2).try_for_each(|piece| file.write_all(piece))
+        {
+            drop(file);
+            fs::remove_file(&path).unwrap();
+            return (at, error);
+        }
+    }
+    panic!("{most} files of {size} bytes fit");
+}
+
+#[test]
+fn without_eviction_a_full_mount_refuses_writes_and_recovers_after_unlink() {
+    let size = 3 * MIB;
+    let mount = Mount::with(Options::new(64, 96).arg("--evict").arg("none"));
+    let (mut removed, mut next) = (0, 0);
+    for round in 0..3 {
+        let (count, error) = fill_from(&mount, next, size, 64);
+        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC), "round {round}: {error}");
+        assert!(count > removed + 20, "round {round}: only files {removed} to {count} fit");
+        // A full mount takes nothing away, and is read as ever.
+        for at in removed..count {
+            let read = fs::read(mount.at(&format!("f{at}"))).unwrap();
+            assert!(read == bytes(at as u64, size), "round {round}: file {at}");
+        }
+        for at in removed..count - 2 {
+            fs::remove_file(mount.at(&format!("f{at}"))).unwrap();
+        }
+        (removed, next) = (count - 2, count);
+    }
+    assert_eq!(mount.stat("evictions_l2"), 0);
+    mount.check_quiet();
+    nothing_is_left(&mount);
+}
+
+#[test]
+fn in_memory_only_what_leaves_is_gone_cleanly() {
+    if !memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 0));
+    let size = 2 * MIB + 77;
+    for at in 0..100 {
+        fs::write(mount.at(&format!("f{at}")), bytes(at, size)).unwrap();
+    }
+    let mut there = 0;
+    for at in 0..100 {
+        match fs::read(mount.at(&format!("f{at}"))) {
+            Ok(read) => {
+                there += 1;
+                assert!(read == bytes(at, size), "file {at}");
+            }
+            Err(error) => assert_eq!(error.kind(), ErrorKind::NotFound, "file {at}"),
+        }
+    }
+    assert!(fs::exists(mount.at("f99")).unwrap(), "the newest file has left");
+    assert!(there > 10 && there < 32, "{there} files of 2 MiB in 64 MiB");
+    let listed = fs::read_dir(mount.path()).unwrap().count();
+    assert_eq!(listed, there, "names are listed whose bytes are gone");
+    mount.check_quiet();
+    nothing_is_left(&mount);
+}
+
+#[test]
+fn in_memory_only_the_writer_that_does_not_fit_is_refused_and_the_other_goes_on() {
+    if !memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 0).arg("--slab-file-max").arg("48MiB"));
+    let old_content = bytes(1, 40 * MIB);
+    let mut old = File::create(mount.at("old")).unwrap();
+    old.write_all(&old_content[..30 * MIB]).unwrap();
+    let mut young = File::create(mount.at("young")).unwrap();
+    let piece = bytes(2, MIB);
+    let refused = (0..64).find_map(|_| young.write_all(&piece).err()).unwrap();
+    assert_eq!(refused.raw_os_error(), Some(libc::ENOSPC));
+    drop(young);
+    fs::remove_file(mount.at("young")).unwrap();
+    old.write_all(&old_content[30 * MIB..]).unwrap();
+    drop(old);
+    assert!(fs::read(mount.at("old")).unwrap() == old_content);
+    mount.check_quiet();
+    nothing_is_left(&mount);
+}
