@@ -278,7 +278,11 @@ impl Core {
         node.xattrs = xattrs;
         self.changed(old);
         self.touch(old);
-        if !self.settings.memory_only && !self.is_durable(old) {
+        if self.settings.memory_only || self.is_durable(old) {
+            // It was committed while its predecessors were the other version's to remove.
+            let predecessors = std::mem::take(&mut self.hot_mut(old).supersedes);
+            self.remove_records(predecessors);
+        } else {
             // Its turn in the publish queue may have come while it had no name.
             self.store_soon(old);
         }
