@@ -317,6 +317,7 @@ const RECOVERY_MAX: u64 = 8192 + (1 << 20) + (4 << 20) + (4 << 20);
 fn what_was_durable_survives_every_kill_and_nothing_else_is_there() {
     let kills = number("KVCACHEFS_TEST_KILLS", if common::mode() == common::Mode::Auto { 20 } else { 6 });
     let seed = number("KVCACHEFS_TEST_SEED", 1);
+    // A busy machine shall not make a writer miss its own file while that is being published.
     let mut mount = Mount::with(Options::new(96, 192).arg("--publish-wait").arg("5s"));
     let mut writers: Vec<Writer> = (0..WRITERS)
         .map(|at| Writer::new(at, mount.at(&format!("w{at}")), seed * 1000 + at as u64))
