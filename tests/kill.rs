@@ -214,6 +214,12 @@ impl Writer {
                 }
             }
             82..90 => {
+                // A close that the kernel has not reported yet (RELEASE) is not covered by the directory's fsync.
+                for name in (0..NAMES).filter(|&name| !self.names[name].later.is_empty()) {
+                    if self.names[name].latest().is_some() {
+                        File::open(self.path(name))?.sync_all()?;
+                    }
+                }
                 File::open(&self.dir)?.sync_all()?;
                 (0..NAMES).for_each(|name| self.settle(name));
             }
