@@ -138,6 +138,8 @@ pub struct Core {
     pub next_alias: u64,
     /// Durability failed once: reads go on, what was published is not stored any more.
     pub poisoned: bool,
+    /// Closes of private files so far.
+    pub closes: u64,
     pub stopping: bool,
 }
 
@@ -175,6 +177,7 @@ impl Core {
             aliases: HashMap::new(),
             next_alias: ALIAS_BASE,
             poisoned: false,
+            closes: 0,
             stopping: false,
         }
     }

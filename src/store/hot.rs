@@ -109,6 +109,11 @@ pub struct Private {
     pub exclusive: bool,
     /// Some descriptor of it was closed and no write came since.
     pub flushed: bool,
+    /// When its last close began, in the order of all closes; 0 before the first. RELEASE, which publishes, may
+    /// overtake that of another file.
+    pub closed: u64,
+    /// What was closed up to here has been replaced, moved away or unlinked meanwhile.
+    pub outdated: u64,
     /// A lookup has already waited for it once.
     pub waited: bool,
     /// The creating process was killed by a signal before it closed.

@@ -117,6 +117,7 @@ impl Core {
         if let Some(idx) = mine {
             self.forget_private(idx);
         }
+        self.outdate(parent, name, NONE, self.closes);
         if let Some(idx) = visible {
             self.node_mut(idx).ctime = now();
             self.counters.unlinked += 1;
@@ -163,7 +164,15 @@ impl Core {
                 return Err(Errno::EISDIR);
             }
             self.tree.remove_private(idx, parent, name);
+            self.outdate(parent, name, idx, self.closes);
+            self.outdate(new_parent, new_name, idx, self.closes);
             self.tree.add_private(idx, new_parent, new_name);
+            if self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.flushed)
+                && let Some(older) = self.tree.child(parent, name)
+            {
+                // To its maker it was what the name led to.
+                self.drop_name(older, Some(idx), false);
+            }
             if let Some(private) = self.hot_mut(idx).private_mut() {
                 private.parent = new_parent;
                 private.name = new_name.into();
@@ -191,6 +200,8 @@ impl Core {
             let successor = (!self.node(idx).has(DURABLE)).then_some(idx);
             self.drop_name(target, successor, false);
         }
+        self.outdate(parent, name, idx, self.closes);
+        self.outdate(new_parent, new_name, idx, self.closes);
         self.tree.unlink(idx);
         self.touch_dir(parent);
         self.tree.link(idx, new_parent, new_name);

@@ -140,6 +140,8 @@ impl Core {
             tgid,
             exclusive,
             flushed: false,
+            closed: 0,
+            outdated: 0,
             waited: false,
             killed: false,
             opened: false,
@@ -567,10 +569,13 @@ impl Store {
             dying_of(caller.tid).is_some() && handle.maker != 0 && process_of(caller.tid) == handle.maker;
         self.with(|core| {
             let Some(idx) = core.by_id(handle.id) else { return };
+            core.closes += 1;
+            let closed = core.closes;
             if let Some(private) = core.hot_mut(idx).private_mut() {
                 private.flushed = true;
                 // Another close, which may be the last: it is waited for like the first.
                 private.waited = false;
+                private.closed = closed;
                 private.killed |= killed;
             }
         });

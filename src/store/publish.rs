@@ -19,6 +19,10 @@ impl Core {
             Phase::Private(private) if private.killed || !private.opened || private.parent == NONE => {
                 self.discard(idx);
             }
+            // The version of its name that was closed after it is there already (R1: the last complete one wins).
+            Phase::Private(private) if private.closed > 0 && private.closed <= private.outdated => {
+                self.discard(idx);
+            }
             Phase::Private(_) => {
                 if self.show(idx) {
                     self.seal(idx);
@@ -58,9 +62,10 @@ impl Core {
     fn show(&mut self, idx: Idx) -> bool {
         let hot = self.hot_mut(idx);
         let Some(private) = hot.private_mut() else { return true };
-        let (parent, name) = (private.parent, std::mem::take(&mut private.name));
+        let (parent, name, closed) = (private.parent, std::mem::take(&mut private.name), private.closed);
         private.parent = NONE;
         self.tree.remove_private(idx, parent, &name);
+        self.outdate(parent, &name, idx, closed);
         let alive =
             self.tree.nodes.get(parent).is_some_and(|node| {
                 node.kind() == Kind::Dir && (parent == super::node::ROOT || node.has(NAMED))
@@ -88,6 +93,17 @@ impl Core {
             self.invalidate(idx);
         }
         true
+    }
+
+    /// Versions of `name` that were closed by then, and whose RELEASE is still on its way, come too late.
+    pub fn outdate(&mut self, parent: Idx, name: &[u8], but: Idx, closed: u64) {
+        for idx in self.tree.privates(parent, name).to_vec() {
+            if idx != but
+                && let Some(private) = self.hot_mut(idx).private_mut()
+            {
+                private.outdated = private.outdated.max(closed);
+            }
+        }
     }
 
     /// A private file that is grown beyond the slot limit, or fsynced, is visible from then on.
