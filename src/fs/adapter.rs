@@ -224,10 +224,8 @@ impl Filesystem for KvFs {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        if let Some(result) = self.control.getattr(ino.0) {
-            // `echo > .ctl/drain` truncates; nothing else can be changed.
-            let result = if size.is_some() { result } else { Err(Errno::EPERM) };
-            return reply_attr(reply, result);
+        if self.control.owns(ino.0) {
+            return reply.error(FuseErrno::EPERM);
         }
         let change = Change {
             mode,
@@ -461,8 +459,8 @@ impl Filesystem for KvFs {
     }
 
     fn readdir(&self, _req: &Request, ino: INodeNo, _fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {
-        let listed = match self.control.readdir(ino.0, offset, &mut |ino, at, name| {
-            reply.add(INodeNo(ino), at, FileType::RegularFile, name)
+        let listed = match self.control.readdir(ino.0, offset, &mut |ino, at, entry, name| {
+            reply.add(INodeNo(ino), at, kind(entry), name)
         }) {
             Some(()) => Ok(()),
             None => self.store.readdir(ino.0, offset, &mut |entry| {
@@ -602,7 +600,12 @@ impl Filesystem for KvFs {
         whence: i32,
         reply: ReplyLseek,
     ) {
-        match self.file(fh).and_then(|handle| self.store.seek(&handle, offset, whence)) {
+        let at = match self.get(fh) {
+            Some(Open::File(handle)) => self.store.seek(&handle, offset, whence),
+            Some(Open::Control(opened)) => self.control.seek(&opened, offset, whence),
+            None => Err(Errno::EBADF),
+        };
+        match at {
             Ok(at) => reply.offset(at),
             Err(errno) => reply.error(fuse_errno(errno)),
         }

@@ -710,7 +710,7 @@ impl Store {
         // fallocate has to do is to grow the file, and to say now if it can never fit.
         let size = {
             let core = self.lock();
-            if !core.settings.memory_only && end > core.settings.capacity_pages * 4096 {
+            if end > core.size_max() {
                 drop(core);
                 return reply(Err(Errno::ENOSPC));
             }

@@ -208,6 +208,13 @@ impl Mount {
         self.start();
     }
 
+    /// Stops and starts again with further options.
+    pub fn restart_with(&mut self, extra: &[&str]) {
+        self.stop();
+        self.options.extra.extend(extra.iter().map(|arg| (*arg).to_owned()));
+        self.start();
+    }
+
     /// SIGKILL, and the dead mount is detached.
     pub fn kill(&mut self) {
         let Some(mut daemon) = self.daemon.take() else { return };
