@@ -61,11 +61,16 @@ fn time(nanos: i64) -> SystemTime {
     if nanos >= 0 { UNIX_EPOCH + magnitude } else { UNIX_EPOCH - magnitude }
 }
 
+/// A time that a request brought. fuser 0.18 takes the nanoseconds of times before 1970 to count backwards; the kernel
+/// means them forwards from the second, as always.
 fn nanos(time: SystemTime) -> i64 {
-    let clamp = |duration: Duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX);
+    let clamp = |nanos: u128| i64::try_from(nanos).unwrap_or(i64::MAX);
     match time.duration_since(UNIX_EPOCH) {
-        Ok(after) => clamp(after),
-        Err(before) => -clamp(before.duration()),
+        Ok(after) => clamp(after.as_nanos()),
+        Err(before) => {
+            let before = before.duration();
+            i64::from(before.subsec_nanos()) - clamp(u128::from(before.as_secs()) * 1_000_000_000)
+        }
     }
 }
 
@@ -208,7 +213,7 @@ impl Filesystem for KvFs {
 
     fn setattr(
         &self,
-        _req: &Request,
+        req: &Request,
         ino: INodeNo,
         mode: Option<u32>,
         uid: Option<u32>,
@@ -242,6 +247,7 @@ impl Filesystem for KvFs {
             ino.0,
             fh.is_some(),
             size,
+            &caller(req),
             Box::new(move |result| {
                 let result = match result {
                     Ok(_) if !only_size => store.setattr(ino.0, change),

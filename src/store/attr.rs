@@ -206,6 +206,16 @@ impl Core {
                 .all(|index| self.is_hole(idx, index) || self.block_crc(idx, index).is_some())
     }
 
+    /// Somebody who is not root changes the file's bytes.
+    pub fn drop_set_id(&mut self, idx: Idx) {
+        let mode = self.node(idx).mode;
+        let kept = without_set_id(mode);
+        if kept != mode {
+            self.node_mut(idx).mode = kept;
+            self.changed(idx);
+        }
+    }
+
     /// CRC-32C of the file's bytes from those of its blocks, once all are known.
     fn file_crc(&self, idx: Idx) -> Option<u32> {
         if !self.has_crc(idx) {
@@ -289,12 +299,8 @@ impl Store {
     /// What a write by somebody who is not root does to the set-id bits (the kernel asks for it).
     pub fn drop_privileges(self: &Arc<Self>, handle: &super::Handle) {
         self.with(|core| {
-            let Some(idx) = core.by_id(handle.id) else { return };
-            let mode = core.node(idx).mode;
-            let kept = without_set_id(mode);
-            if kept != mode {
-                core.node_mut(idx).mode = kept;
-                core.changed(idx);
+            if let Some(idx) = core.by_id(handle.id) {
+                core.drop_set_id(idx);
             }
         });
     }

@@ -19,6 +19,7 @@ use super::core::{Core, now};
 use super::hot::{BLOCK, BLOCK_PAGES, Block, BlockIo, Hot, Mem, Phase, Place, block_len};
 use super::node::{DURABLE, Idx, Kind, NAMED, NodeId, SLOT};
 use super::open::Handle;
+use super::process::Caller;
 use super::{AttrReply, Store, UnitReply, WriteReply};
 use crate::memory::Span;
 
@@ -682,8 +683,22 @@ impl Store {
     }
 
     /// Truncation by path or by handle.
-    pub fn truncate(self: &Arc<Self>, ino: u64, with_handle: bool, size: u64, reply: AttrReply) {
-        let id = match self.with(|core| core.check_truncate(ino, with_handle)) {
+    pub fn truncate(
+        self: &Arc<Self>,
+        ino: u64,
+        with_handle: bool,
+        size: u64,
+        caller: &Caller,
+        reply: AttrReply,
+    ) {
+        let checked = self.with(|core| {
+            let id = core.check_truncate(ino, with_handle)?;
+            if caller.uid != 0 {
+                core.drop_set_id(id.idx());
+            }
+            Ok(id)
+        });
+        let id = match checked {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };

@@ -327,10 +327,16 @@ impl Core {
                 let (mode, owner, xattrs) = (u32::from(node.mode), (node.uid, node.gid), node.xattrs.clone());
                 let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
                 self.node_mut(new).xattrs = xattrs;
+                if caller.uid != 0 {
+                    self.drop_set_id(new);
+                }
                 self.promise(new);
                 return Err(Errno::ESTALE);
             }
             self.keep_promise(idx);
+            if caller.uid != 0 {
+                self.drop_set_id(idx);
+            }
             if size > 0 {
                 self.truncate_to_nothing(idx);
             }
