@@ -219,8 +219,15 @@ impl Mount {
     pub fn kill(&mut self) {
         let Some(mut daemon) = self.daemon.take() else { return };
         daemon.kill().unwrap();
+        self.abort();
         daemon.wait().unwrap();
         let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_DETACH);
+    }
+
+    /// Ends the connection to the kernel of a daemon that was killed: a call that waits for an answer may hold a lock
+    /// that a thread of the daemon waits for, and then neither would ever end.
+    fn abort(&self) {
+        let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_FORCE);
     }
 
     /// Waits until everything published is durable.
@@ -322,6 +329,7 @@ impl Drop for Mount {
                 eprintln!("--- status\n{}", self.status());
             }
             let _ = daemon.kill();
+            self.abort();
             let _ = daemon.wait();
         }
         let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_DETACH);
