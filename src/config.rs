@@ -23,7 +23,7 @@ use crate::units::{Bytes, Period, UnitError};
 
 mod layer;
 
-pub use layer::{ENV_PREFIX, Layer, fstab_config, keys, usage_error};
+pub use layer::{ENV_PREFIX, Layer, fstab_config, is_mount_option, keys, usage_error};
 
 /// Below this L1 holds too few KV blocks to be worth a mount, and the bounds inside have no room.
 pub const L1_MIN: Bytes = Bytes::mib(64);
@@ -37,8 +37,11 @@ pub const L2_MIN: Bytes = Bytes::mib(16);
 /// More session threads only cost buffers: replies come from completion threads.
 const THREADS_MAX: usize = 64;
 
-/// The kernel's own limit on entries of an io_uring.
-const QUEUE_DEPTH_MAX: u32 = 32_768;
+/// Deeper queues gain nothing on one device; the engine takes no more.
+const QUEUE_DEPTH_MAX: u32 = 4096;
+
+/// Files that share slabs lie within one block.
+const SMALL_FILE_MAX: Bytes = Bytes::kib(256);
 
 /// The effective configuration of one mount.
 #[derive(Clone, Debug)]
@@ -343,7 +346,7 @@ impl Config {
             lock: take!(layers.lock).unwrap_or(true),
             huge_pages: take!(layers.huge_pages).unwrap_or(HugePages::Auto),
             chunk_reserve: take!(layers.chunk_reserve),
-            small_file_max: take!(layers.small_file_max).unwrap_or(Bytes::kib(256)),
+            small_file_max: take!(layers.small_file_max).unwrap_or(SMALL_FILE_MAX),
             slab_file_max: take!(layers.slab_file_max).unwrap_or(Bytes(l1.get() / 4).min(Bytes::gib(1))),
             dirty_limit: take!(layers.dirty_limit).unwrap_or_else(|| default_dirty_limit(l1)),
             publish_wait: period(take!(layers.publish_wait), Duration::from_millis(20)),
@@ -415,6 +418,10 @@ impl Config {
                 format!("{} is more than the {} of L1", self.slab_file_max, self.l1),
             )
             .remedy("give less, or a larger --l1"));
+        }
+        if self.small_file_max > SMALL_FILE_MAX {
+            let cause = format!("{} is more than a block of {SMALL_FILE_MAX}", self.small_file_max);
+            return Err(wrong("small_file_max", cause).remedy("give less"));
         }
         if self.small_file_max > self.slab_file_max {
             return Err(wrong(

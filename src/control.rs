@@ -224,8 +224,9 @@ impl Control {
         };
         let up = self.started.elapsed().as_secs();
         line(format_args!(
-            "kvcachefs {}   up {}h{:02}m{:02}s   health {health}",
+            "kvcachefs {}   pid {}   up {}h{:02}m{:02}s   health {health}",
             env!("CARGO_PKG_VERSION"),
+            std::process::id(),
             up / 3600,
             up / 60 % 60,
             up % 60
@@ -298,7 +299,8 @@ impl Control {
 
     fn stats(&self) -> String {
         let s = self.store.snapshot();
-        let mut out = String::new();
+        // The process is not a measurement, so `metrics` does without it.
+        let mut out = format!("pid {}\n", std::process::id());
         for metric in metrics(&s) {
             let _ = writeln!(out, "{} {}", metric.key, metric.value);
         }

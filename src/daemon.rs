@@ -1,7 +1,7 @@
 //! The daemon: joins the parts, starts them in order and stops them in reverse.
 
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,9 @@ const COMPLETION_THREADS: usize = 2;
 /// Descriptors and mappings that are not slabs.
 const RESERVED_DESCRIPTORS: u64 = 512;
 
+/// How long the last clients may take to let go when somebody wants the daemon to end at once.
+const PARTING: Duration = Duration::from_millis(500);
+
 /// What the main thread waits for.
 enum Message {
     Stop(Stop),
@@ -35,6 +38,47 @@ enum Message {
 impl From<Stop> for Message {
     fn from(stop: Stop) -> Self {
         Self::Stop(stop)
+    }
+}
+
+/// What has been heard so far. Nothing is lost, in whatever order a stop and an unmount come.
+struct Heard {
+    messages: Receiver<Message>,
+    ended: Option<std::io::Result<()>>,
+    now: bool,
+}
+
+impl Heard {
+    fn note(&mut self, message: Message) {
+        match message {
+            Message::Ended(result) => self.ended = Some(result),
+            Message::Stop(stop) => self.now |= stop == Stop::Now,
+        }
+    }
+
+    fn wait(&mut self, limit: Duration) -> bool {
+        let message = self.messages.recv_timeout(limit);
+        message.map(|message| self.note(message)).is_ok()
+    }
+
+    /// Whether somebody has lost patience.
+    fn wants_now(&mut self) -> bool {
+        while self.wait(Duration::ZERO) {}
+        self.now
+    }
+
+    /// Whether the session ends in time.
+    fn ends_within(&mut self, limit: Duration) -> bool {
+        let mut deadline = Instant::now() + limit;
+        while self.ended.is_none() {
+            if self.now {
+                deadline = deadline.min(Instant::now() + PARTING);
+            }
+            if !self.wait(deadline.saturating_duration_since(Instant::now())) {
+                break;
+            }
+        }
+        self.ended.is_some()
     }
 }
 
@@ -57,7 +101,6 @@ impl RegionWatcher for FixedBuffers {
 pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let request = mount::Request::from(&config);
     mount::prepare(&request)?;
-    config.notes.iter().for_each(|note| log::warn!("{note}"));
     let events = Arc::new(Events::default());
     let daemon = Daemon::start(&config, &events, ready)?;
     let wants_passthrough = config.read_path != ReadPath::Daemon;
@@ -65,91 +108,85 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
         Arc::new(Control::new(daemon.store.clone(), events.clone(), config.render(), wants_passthrough));
     daemon.notes.iter().for_each(|note| control.without(note.clone()));
 
-    let mounted = match mount::mount(&request) {
-        Ok(mounted) => mounted,
+    let (sender, messages) = channel();
+    // Before there is a mount: a signal that came just after it would leave it behind, dead.
+    let watched = signals::watch(sender.clone());
+    let (_watch, mounted) = match watched.and_then(|watch| Ok((watch, mount::mount(&request)?))) {
+        Ok(both) => both,
         Err(error) => {
-            daemon.stop(config.drain_timeout, false);
+            daemon.stop();
             return Err(error);
         }
     };
-    let (sender, messages) = channel();
     let served =
         crate::fs::serve(mounted.device, &daemon.store, &control, config.threads, config.allow_other);
     let served = match served {
         Ok(served) => served,
         Err(error) => {
-            let _ = mount::unmount(&mounted.mountpoint, true);
-            daemon.stop(config.drain_timeout, false);
+            let _ = mount::leave(&mounted.mountpoint, &mounted.number);
+            daemon.stop();
             return Err(Error::caused_by(config.mountpoint.display(), error));
         }
     };
-    if config.read_path == ReadPath::Passthrough && !control.kernel_passthrough() {
-        let _ = mount::unmount(&mounted.mountpoint, true);
+    if config.read_path == ReadPath::Passthrough && !daemon.store.snapshot().passthrough {
+        let _ = mount::leave(&mounted.mountpoint, &mounted.number);
         let _ = served.join();
-        daemon.stop(config.drain_timeout, false);
+        daemon.stop();
         return Err(Error::new("--read-path passthrough", "the kernel offers none")
             .remedy("use --read-path auto, or run as root on Linux 6.9 or later"));
     }
-    let _watch = signals::watch(sender.clone())?;
-    let waiter = {
-        let sender = sender.clone();
-        std::thread::Builder::new()
-            .name("kv-session".into())
-            .spawn(move || {
-                let ended = served.join();
-                let _ = sender.send(Message::Ended(ended));
-            })
-            .map_err(|error| Error::caused_by("thread kv-session", error))?
-    };
+    let waiter = std::thread::Builder::new()
+        .name("kv-session".into())
+        .spawn(move || {
+            let ended = served.join();
+            let _ = sender.send(Message::Ended(ended));
+        })
+        .map_err(|error| {
+            let _ = mount::leave(&mounted.mountpoint, &mounted.number);
+            Error::caused_by("thread kv-session", error)
+        })?;
+    let mut heard = Heard { messages, ended: None, now: false };
     events.push(format!("mounted at {}", mounted.mountpoint.display()));
     log::info!("mounted at {}", mounted.mountpoint.display());
-    ready.mounted()?;
-
-    let mut ended = false;
-    let mut now = false;
-    let outcome = match messages.recv() {
-        Ok(Message::Ended(result)) => {
-            ended = true;
-            result.map_err(|error| Error::caused_by("serving the mount", error))
+    if let Err(error) = ready.mounted() {
+        // Nobody has been told of the mount, so nobody shall find it.
+        let _ = mount::leave(&mounted.mountpoint, &mounted.number);
+        if heard.ends_within(PARTING) {
+            daemon.stop();
         }
-        Ok(Message::Stop(stop)) => {
-            now = stop == Stop::Now;
-            ready.stopping();
-            Ok(())
-        }
-        Err(error) => Err(Error::caused_by("waiting for the mount", error)),
-    };
-    if !ended {
+        return Err(error);
+    }
+    match heard.messages.recv() {
+        Ok(message) => heard.note(message),
+        Err(error) => return Err(Error::caused_by("waiting for the mount", error)),
+    }
+    ready.stopping();
+    let timeout = config.drain_timeout;
+    let mut stored = Ok(());
+    if heard.ended.is_none() {
         log::info!("stopping: draining");
-        let drained =
-            daemon.drain_until(config.drain_timeout, || matches!(messages.try_recv(), Ok(Message::Stop(_))));
-        now |= !drained;
-        if let Err(error) = mount::unmount(&mounted.mountpoint, true) {
+        stored = daemon.drain_until(timeout, || heard.wants_now());
+        if let Err(error) = mount::leave(&mounted.mountpoint, &mounted.number) {
             log::warn!("{error}");
         }
-        // A lazy unmount ends the session once the last client has let go; a client that does not is left behind.
-        let deadline = Instant::now() + config.drain_timeout;
-        while !ended {
-            match messages.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(Message::Ended(_)) => ended = true,
-                Ok(Message::Stop(_)) => {
-                    now = true;
-                    break;
-                }
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
-            }
+        // It has been detached: the session ends once the last client has let go. A client that does not is left behind.
+        if !heard.ends_within(timeout) {
+            log::warn!("clients still use the mount; ending without them");
         }
     }
-    if !ended {
-        log::warn!("clients still use the mount; ending without them");
-        daemon.finish(config.drain_timeout);
-        // Session threads cannot be joined while the kernel waits for a client; everything that matters is done.
-        std::process::exit(i32::from(now));
+    if heard.ended.is_some() && mount::is_gone(&mounted.number) {
+        daemon.store.close_all();
     }
+    // After the last client has gone: what it wrote meanwhile.
+    let stored = stored.and_then(|()| daemon.finish(timeout, || heard.wants_now()));
+    let Some(served) = heard.ended else {
+        // Session threads cannot be joined while the kernel waits for a client; everything that matters is done.
+        return stored;
+    };
     let _ = waiter.join();
-    daemon.stop(config.drain_timeout, !now);
+    daemon.stop();
     log::info!("unmounted");
-    outcome
+    stored.and(served.map_err(|error| Error::caused_by("serving the mount", error)))
 }
 
 /// The store and its threads.
@@ -169,7 +206,7 @@ impl Daemon {
             Some((volume, recovered)) => (Some(Arc::new(volume)), recovered),
             None => {
                 notes.push("L2: memory only, what leaves L1 is gone".to_owned());
-                (None, Recovery::new(std::iter::empty(), uid, gid).finish())
+                (None, Recovery::new(uid, gid).finish())
             }
         };
         if let Some(volume) = &volume {
@@ -256,7 +293,7 @@ impl Daemon {
     }
 
     /// Waits until everything published is durable. Gives up at the timeout, or when `interrupted`.
-    fn drain_until(&self, timeout: Duration, mut interrupted: impl FnMut() -> bool) -> bool {
+    fn drain_until(&self, timeout: Duration, mut interrupted: impl FnMut() -> bool) -> Result<()> {
         let (sender, done) = channel();
         let reply: UnitReply = Box::new(move |result| {
             let _ = sender.send(result);
@@ -265,39 +302,41 @@ impl Daemon {
         let deadline = Instant::now() + timeout;
         loop {
             match done.recv_timeout(Duration::from_millis(50)) {
-                Ok(Ok(())) => return true,
+                Ok(Ok(())) => return Ok(()),
                 Ok(Err(errno)) => {
-                    log::error!("drain: {errno}: some files could not be stored, see .ctl/events");
-                    return false;
+                    return Err(Error::new("drain", format!("some files could not be stored: {errno}"))
+                        .remedy("the log names them"));
                 }
-                Err(RecvTimeoutError::Disconnected) => return false,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::new("drain", "the store has stopped").remedy("the log says why"));
+                }
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if interrupted() {
-                log::warn!("stopped before everything was stored; what was durable is safe");
-                return false;
+                return Err(Error::new("drain", "stopped before everything was stored")
+                    .remedy("what was durable is safe"));
             }
             if Instant::now() >= deadline {
-                log::error!("not everything could be stored within {timeout:?} (--drain-timeout)");
-                return false;
+                return Err(Error::new(
+                    "drain",
+                    format!("not everything could be stored within {timeout:?}"),
+                )
+                .remedy("what was durable is safe; --drain-timeout gives more time"));
             }
         }
     }
 
-    /// After the last client has gone: stores what is left and a checkpoint, so that recency survives.
-    fn finish(&self, timeout: Duration) {
-        if let Some(volume) = &self.volume
-            && self.drain_until(timeout, || false)
-            && let Err(error) = self.store.checkpoint(volume)
-        {
+    /// Stores what is left and a checkpoint, so that recency survives.
+    fn finish(&self, timeout: Duration, interrupted: impl FnMut() -> bool) -> Result<()> {
+        let Some(volume) = &self.volume else { return Ok(()) };
+        self.drain_until(timeout, interrupted)?;
+        if let Err(error) = self.store.checkpoint(volume) {
             log::warn!("the last checkpoint failed: {error}; the log has everything but the times of access");
         }
+        Ok(())
     }
 
-    fn stop(self, timeout: Duration, orderly: bool) {
-        if orderly {
-            self.finish(timeout);
-        }
+    fn stop(self) {
         self.store.stop_threads();
         for thread in self.threads {
             let name = thread.thread().name().unwrap_or("?").to_owned();
@@ -336,12 +375,9 @@ fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Opt
             engine: EngineOptions { depth: config.queue_depth, ..EngineOptions::default() },
         },
     };
-    let mut records = Vec::new();
+    let mut recovery = Recovery::new(uid, gid);
     let started = Instant::now();
-    let opened = Volume::open(&paths, &options, &mut |record| records.push(record))?;
-    let blocks = (0..opened.volume.device_count()).map(|device| opened.volume.data_blocks(device));
-    let mut recovery = Recovery::new(blocks, uid, gid);
-    records.into_iter().for_each(|record| recovery.visit(record));
+    let opened = Volume::open(&paths, &options, &mut recovery)?;
     let recovered = recovery.finish();
     if opened.fresh {
         log::info!(
@@ -364,6 +400,10 @@ fn open_volume(config: &Config, uid: u32, gid: u32, ready: &Ready) -> Result<Opt
 /// Raises the limit of descriptors as far as allowed, and says how many slabs that leaves room for.
 fn raise_limits(notes: &mut Vec<String>) -> usize {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_MEMLOCK) {
+        // What cannot be raised shows when L1 is locked.
+        let _ = setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard);
+    }
     let mut files = 1024;
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
         // Root may go beyond the hard limit; others up to it.

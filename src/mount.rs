@@ -75,7 +75,16 @@ pub struct Mounted {
     pub device: OwnedFd,
     /// The real path, with all links resolved: what [`unmount`] and the mount table know.
     pub mountpoint: PathBuf,
+    /// What [`leave`] wants.
+    pub number: String,
     pub through: Through,
+}
+
+impl Mounted {
+    fn new(device: OwnedFd, mountpoint: PathBuf, through: Through) -> Self {
+        let number = mounted_on(&mountpoint).ok().flatten().map(|entry| entry.number);
+        Self { device, mountpoint, number: number.unwrap_or_default(), through }
+    }
 }
 
 /// Who called mount(2).
@@ -133,7 +142,7 @@ pub fn mount(request: &Request) -> Result<Mounted> {
         Ok(device) => {
             let device = OwnedFd::from(device);
             match mount_directly(request, &mountpoint, &device) {
-                Ok(()) => return Ok(Mounted { device, mountpoint, through: Through::Kernel }),
+                Ok(()) => return Ok(Mounted::new(device, mountpoint, Through::Kernel)),
                 Err(Errno::EPERM) => {}
                 Err(errno) => return Err(mount_error(request, errno)),
             }
@@ -149,7 +158,7 @@ pub fn mount(request: &Request) -> Result<Mounted> {
         Err(error) => return Err(device_error(&request.fuse_device, error)),
     }
     let device = mount_by_helper(request, &mountpoint)?;
-    Ok(Mounted { device, mountpoint, through: Through::Helper })
+    Ok(Mounted::new(device, mountpoint, Through::Helper))
 }
 
 fn mount_directly(request: &Request, mountpoint: &Path, device: &OwnedFd) -> Result<(), Errno> {
@@ -200,6 +209,8 @@ fn mount_by_helper(request: &Request, mountpoint: &Path) -> Result<OwnedFd> {
         let text = one_line(&String::from_utf8_lossy(&output.stderr));
         let remedy = if text.contains("user_allow_other") {
             "add the line user_allow_other to /etc/fuse.conf, or leave out --allow-other"
+        } else if text.contains("failed to open /dev/fuse: Permission denied") {
+            "mount as root, or open the device to users: chmod 666 /dev/fuse"
         } else if text.contains("modprobe") || text.contains("No such device") {
             "load the kernel module: modprobe fuse"
         } else {
@@ -291,7 +302,7 @@ pub fn life(mountpoint: &Path) -> Life {
 }
 
 /// Runs `ask` on a thread and waits for its answer, but no longer than `limit`.
-fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+pub fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (answer, receiver) = mpsc::channel();
     let asking = thread::Builder::new().name("mount-probe".to_owned());
     // An answer that comes too late meets nobody.
@@ -343,6 +354,27 @@ pub fn unmount(mountpoint: &Path, lazy: bool) -> Result<()> {
     }
 }
 
+/// Whether nobody can have a file of this mount open any more. It may be gone from one place and be mounted in another,
+/// or its connection may have been cut (`umount -f`) while clients still hold files.
+pub fn is_gone(number: &str) -> bool {
+    let mounted = mounts().map_or(true, |all| all.iter().any(|entry| entry.number == number));
+    let minor = number.rsplit(':').next().unwrap_or_default();
+    // Where the kernel's list of connections can be seen, ours leaves it with the last user.
+    !mounted && !Path::new("/sys/fs/fuse/connections").join(minor).exists()
+}
+
+/// Detaches the daemon's own mount, if it is still there. Somebody may have unmounted it long ago, while clients kept
+/// it alive, and mounted another: that one is not ours to take away.
+///
+/// # Errors
+/// As [`unmount`].
+pub fn leave(mountpoint: &Path, number: &str) -> Result<()> {
+    match mounted_on(mountpoint)? {
+        Some(entry) if entry.is_ours() && entry.number == number => detach(mountpoint, true),
+        _ => Ok(()),
+    }
+}
+
 fn detach(mountpoint: &Path, lazy: bool) -> Result<()> {
     let shown = mountpoint.display();
     let busy = || {
@@ -373,7 +405,7 @@ fn detach(mountpoint: &Path, lazy: bool) -> Result<()> {
 }
 
 /// Resolves links, without needing the last component to answer: a dead mount does not.
-fn real_path(path: &Path) -> PathBuf {
+pub fn real_path(path: &Path) -> PathBuf {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     if mounted_on(&absolute).is_ok_and(|entry| entry.is_some()) {
         return absolute;

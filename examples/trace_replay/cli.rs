@@ -27,7 +27,10 @@ pub struct Cli {
     pub seed: u64,
 
     /// Requests in flight, each worked by a thread of its own, started in the trace's order
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = parse_in_flight, help_heading = "Client")]
+    ///
+    /// On a small store many of them evict what others have looked up and not yet opened: a miss that the simulation,
+    /// one request after the other, does not have.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = parse_in_flight, help_heading = "Client")]
     pub in_flight: usize,
     /// Order of a request's steps; within each part the last block comes first
     #[arg(long, value_enum, default_value_t = Order::LoadFirst, help_heading = "Client")]
@@ -43,7 +46,7 @@ pub struct Cli {
     /// Size of L1
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_size, help_heading = "Temporary mount")]
     pub l1: u64,
-    /// Store file of L2 and its size, as PATH:SIZE [default: 1GiB beside the mount point]
+    /// Store file of L2 and its size, as PATH:SIZE [default: 2GiB beside the mount point]
     #[arg(long, value_name = "PATH:SIZE", value_parser = parse_store, help_heading = "Temporary mount")]
     pub l2: Option<Store>,
     /// Size L2 (or, with --plain, the directory) to P % of the different blocks of the replayed part

@@ -37,7 +37,7 @@ use crate::table::Report;
 use crate::trace::Trace;
 
 /// L2 of a temporary mount, unless it is given: a sixth of what the excerpt stores.
-const L2_DEFAULT_BYTES: u64 = 1 << 30;
+const L2_DEFAULT_BYTES: u64 = 2 << 30;
 /// Mounts until L2 holds exactly the blocks of --capacity-percent: one to learn what the store keeps for
 /// itself, one with that added, one in case that it grew with the size.
 const SIZING_MOUNTS: usize = 3;

@@ -335,6 +335,12 @@ pub fn fstab_config<'o>(options: impl IntoIterator<Item = &'o str>) -> Option<Pa
     words.filter_map(|word| word.trim().strip_prefix("config=")).last().map(PathBuf::from)
 }
 
+/// Whether `-o` knows an option of this name, as its own or as one that says nothing to a file system.
+pub fn is_mount_option(key: &str) -> bool {
+    let own = key.replace('-', "_");
+    ["ro", "rw", "config"].contains(&key) || is_generic_mount_option(key) || keys().any(|known| known == own)
+}
+
 /// Options of mount(8), systemd and fstab that say nothing to a file system.
 fn is_generic_mount_option(key: &str) -> bool {
     const GENERIC: [&str; 25] = [
@@ -431,6 +437,9 @@ pub fn usage_error(error: &clap::Error) -> Error {
         ErrorKind::ValueValidation => {
             use std::error::Error as _;
             let cause = error.source().map(ToString::to_string).unwrap_or_default();
+            let value = context(ContextKind::InvalidValue).unwrap_or_default();
+            // Our own types name the value; those of others leave it out.
+            let cause = if cause.contains(&value) { cause } else { format!("'{value}': {cause}") };
             Error::new(option, cause)
         }
         ErrorKind::InvalidValue

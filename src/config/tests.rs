@@ -160,7 +160,11 @@ fn what_cannot_work_is_refused_with_a_remedy() {
         ("l1=1GiB,dirty_limit=1GiB".to_owned(), "--dirty-limit: 1GiB is not below the 1GiB of L1"),
         ("dirty_limit=1MiB".to_owned(), "--dirty-limit: 1MiB is too little"),
         ("l1=1GiB,slab_file_max=2GiB".to_owned(), "--slab-file-max: 2GiB is more than"),
-        ("slab_file_max=1MiB,small_file_max=2MiB".to_owned(), "--small-file-max: 2MiB is more than"),
+        (
+            "slab_file_max=128KiB,small_file_max=200KiB".to_owned(),
+            "--small-file-max: 200KiB is more than --slab",
+        ),
+        ("small_file_max=2MiB".to_owned(), "--small-file-max: 2MiB is more than a block"),
         ("chunk_reserve=3MiB".to_owned(), "--chunk-reserve: 3MiB is not a multiple of 2MiB"),
         ("threads=0".to_owned(), "--threads: 0 is out of range"),
         ("threads=1".to_owned(), "--threads: 1 is not enough"),

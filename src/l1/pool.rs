@@ -17,13 +17,17 @@ use nix::sys::signal::{SigHandler, Signal};
 use parking_lot::Mutex;
 
 use super::chunks::{ARENA_BYTES, Arenas, Chunk};
-use super::slab::{Keep, Memory, Slab};
+use super::slab::{self, Keep, Lock, Memory, Slab};
 use crate::memory::{PAGE, Region, RegionId};
+use crate::units::Bytes;
 
 /// How many sizes the pool remembers the demand for, and slabs it makes ahead for each.
 const AHEAD_SLABS: usize = 4;
 /// How many resting slabs one request looks at.
 const LOOK_MAX: usize = 64;
+
+/// Who may lock this much may lock anything.
+const NO_LIMIT: usize = 16 << 40;
 
 #[derive(Clone, Debug)]
 pub struct PoolConfig {
@@ -100,27 +104,33 @@ struct State {
 
 pub struct Pool {
     config: PoolConfig,
+    lock: Lock,
     watcher: Option<Arc<dyn RegionWatcher>>,
     state: Mutex<State>,
     complained: AtomicU64,
 }
 
 impl Pool {
-    pub fn new(config: PoolConfig, watcher: Option<Arc<dyn RegionWatcher>>) -> io::Result<Arc<Self>> {
+    pub fn new(mut config: PoolConfig, watcher: Option<Arc<dyn RegionWatcher>>) -> io::Result<Arc<Self>> {
         ignore_sigio()?;
-        // Whether memory can be locked shows on the first slab; better now than on the first write.
-        let keep = Keep { lock: config.lock, huge: false };
-        if let Err(error) = Memory::new(1, config.slab_bytes_max as usize, keep) {
-            if config.lock && matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN))
-            {
-                return Err(io::Error::other(format!(
-                    "L1 of {} MiB cannot be locked in memory ({error}): raise RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=) or use --lock=false",
-                    config.budget_bytes >> 20
-                )));
-            }
-            return Err(error);
+        // Better now than when the first writers have filled what may be locked.
+        let lock = if !config.lock {
+            Lock::Nothing
+        } else if slab::may_lock(NO_LIMIT) {
+            Lock::Reservation
+        } else if slab::may_lock(config.budget_bytes as usize) {
+            Lock::Pages
+        } else {
+            return Err(io::Error::other(format!(
+                "{} cannot be locked in memory; raise RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK=) or use --lock=false",
+                Bytes(config.budget_bytes)
+            )));
+        };
+        if lock == Lock::Pages {
+            config.slabs_max /= 2; // each takes two mappings
         }
-        Ok(Arc::new(Self { config, watcher, state: Mutex::default(), complained: AtomicU64::new(0) }))
+        Memory::new(1, config.slab_bytes_max as usize, Keep { lock, huge: false })?;
+        Ok(Arc::new(Self { config, lock, watcher, state: Mutex::default(), complained: AtomicU64::new(0) }))
     }
 
     /// A slab of exactly `pages` pages; its contents are arbitrary. None: it does not fit right now.
@@ -178,7 +188,7 @@ impl Pool {
     }
 
     fn create(&self, state: &mut State, pages: u32) -> Option<Memory> {
-        let keep = Keep { lock: self.config.lock, huge: self.config.huge_pages };
+        let keep = Keep { lock: self.lock, huge: self.config.huge_pages };
         let reserved = if pages as usize * PAGE == ARENA_BYTES {
             ARENA_BYTES
         } else {

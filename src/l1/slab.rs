@@ -19,7 +19,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munlock, munmap};
 use nix::sys::signal::{SigHandler, Signal, signal};
 use parking_lot::Mutex;
 
@@ -33,6 +33,8 @@ pub(super) struct Memory {
     file: File,
     base: NonNull<u8>,
     reserved: usize,
+    /// See [`Lock::Pages`].
+    locks_pages: bool,
     pages: AtomicU32,
     region: AtomicU64,
     /// Engines have been told of it.
@@ -50,10 +52,20 @@ unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
+/// What of a slab is locked. The limit counts what is locked, whether there is memory behind it or not.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Lock {
+    Nothing,
+    /// All that is mapped, once and for all: for those who have no limit.
+    Reservation,
+    /// The pages that are there. It takes a second mapping, and a call for every change of size.
+    Pages,
+}
+
 /// How a slab is kept in memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Keep {
-    pub lock: bool,
+    pub lock: Lock,
     pub huge: bool,
 }
 
@@ -74,6 +86,7 @@ impl Memory {
             file,
             base: base.cast(),
             reserved,
+            locks_pages: keep.lock == Lock::Pages,
             pages: AtomicU32::new(pages),
             region: AtomicU64::new(NEXT_REGION.fetch_add(1, Ordering::Relaxed)),
             announced: AtomicBool::new(false),
@@ -86,8 +99,10 @@ impl Memory {
             // SAFETY: advice for our own mapping; it changes no contents.
             let _ = unsafe { madvise(base, reserved, MmapAdvise::MADV_HUGEPAGE) };
         }
-        if keep.lock {
-            lock_on_fault(base, reserved)?;
+        match keep.lock {
+            Lock::Nothing => {}
+            Lock::Reservation => lock_on_fault(memory.base, reserved)?,
+            Lock::Pages => lock_on_fault(memory.base, memory.bytes() as usize)?,
         }
         Ok(memory)
     }
@@ -113,7 +128,14 @@ impl Memory {
         if pages as usize * PAGE > self.reserved {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        self.file.set_len(u64::from(pages) * PAGE as u64)?;
+        let bytes = pages as usize * PAGE;
+        if self.locks_pages && self.bytes() as usize > bytes {
+            // SAFETY: the range is inside our own mapping, and unlocking changes no contents.
+            let _ = unsafe { munlock(self.base.cast().byte_add(bytes), self.bytes() as usize - bytes) };
+        } else if self.locks_pages {
+            lock_on_fault(self.base, bytes)?;
+        }
+        self.file.set_len(bytes as u64)?;
         self.pages.store(pages, Ordering::Release);
         // A fixed buffer still knows the old pages (fact 9).
         self.region.store(NEXT_REGION.fetch_add(1, Ordering::Relaxed), Ordering::Release);
@@ -176,10 +198,25 @@ impl Drop for Memory {
 }
 
 /// Locks pages as they come into being. One call for the whole reservation keeps it one mapping.
-fn lock_on_fault(base: NonNull<c_void>, len: usize) -> io::Result<()> {
+fn lock_on_fault(base: NonNull<u8>, len: usize) -> io::Result<()> {
     // SAFETY: locking changes no contents; the range is our own mapping.
-    let result = unsafe { libc::mlock2(base.as_ptr(), len, libc::MLOCK_ONFAULT as _) };
+    let result = unsafe { libc::mlock2(base.as_ptr().cast(), len, libc::MLOCK_ONFAULT as _) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether this process may lock `len` bytes, tried with address space that has no memory. (The capability alone does
+/// not tell: inside a user namespace it does not lift the limit.)
+pub(super) fn may_lock(len: usize) -> bool {
+    let Some(length) = NonZeroUsize::new(len) else { return true };
+    let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+    // SAFETY: a new mapping at an address of the kernel's choice, which nobody else knows and nobody can access.
+    let Ok(base) = (unsafe { mmap_anonymous(None, length, ProtFlags::PROT_NONE, flags) }) else {
+        return false;
+    };
+    let locked = lock_on_fault(base.cast(), len).is_ok();
+    // SAFETY: mapped just above with this length.
+    let _ = unsafe { munmap(base, len) };
+    locked
 }
 
 /// Sets how the process takes a signal.
@@ -301,5 +338,39 @@ impl Slab {
     /// The last handle on it was released just now.
     pub fn touch_release(&self) {
         self.memory().note_release();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pages of the mapping that begins at `base`, and whether it is locked.
+    fn mapping(base: usize) -> (usize, bool) {
+        let maps = std::fs::read_to_string("/proc/self/smaps").expect("smaps");
+        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&format!("{base:x}-")));
+        let range = lines.next().expect("a mapping").split([' ', '-']).nth(1).expect("its end");
+        let end = usize::from_str_radix(range, 16).expect("a number");
+        let flags = lines.find_map(|line| line.strip_prefix("VmFlags:")).expect("its flags");
+        ((end - base) / PAGE, flags.split(' ').any(|flag| flag == "lo"))
+    }
+
+    #[test]
+    fn under_a_limit_just_the_pages_are_locked() {
+        let memory =
+            Memory::new(4, 64 * PAGE, Keep { lock: Lock::Pages, huge: false }).expect("256 KiB of memory");
+        let base = memory.region().base;
+        assert_eq!(mapping(base), (4, true));
+        for pages in [16, 3, 64, 1] {
+            memory.set_pages(pages).expect("a new size");
+            assert_eq!(mapping(base), (pages as usize, true));
+        }
+        assert!(memory.set_pages(65).is_err(), "beyond what is reserved");
+    }
+
+    #[test]
+    fn address_space_without_memory_tells_what_may_be_locked() {
+        assert!(may_lock(PAGE));
+        assert!(!may_lock(usize::MAX / 2), "there is no such address space");
     }
 }

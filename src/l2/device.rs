@@ -310,7 +310,9 @@ fn start_engine(
             Err(unavailable) if options.kind == EngineKind::Uring => {
                 return Err(Cause::NoEngine(unavailable.to_string()));
             }
-            Err(unavailable) => notes.push(format!("reads and writes by threads: {unavailable}")),
+            Err(unavailable) => {
+                notes.push(format!("io_uring: reads and writes go by threads, since {unavailable}"))
+            }
         }
     }
     let engine = Threads::start(target, &options.engine).map_err(Cause::step("starting its I/O threads"))?;
@@ -385,6 +387,9 @@ impl fmt::Display for DeviceError {
                 "it needs {missing} more bytes and the file system has {free} free: ask for less, or free some"
             ),
             Cause::NoEngine(why) => write!(f, "{why}"),
+            Cause::Step { what, error } if error.kind() == io::ErrorKind::PermissionDenied => {
+                write!(f, "{what}: {error}: run as a user who may, or change its owner")
+            }
             Cause::Step { what, error } => write!(f, "{what}: {error}"),
         }
     }

@@ -39,6 +39,13 @@ const SLACK_PART: u64 = 64;
 const SLACK_MIN: u64 = 4 << 20;
 const SLACK_MAX: u64 = 1 << 30;
 
+/// Takes what is in a catalog while it is read, so that it is never in memory twice.
+pub trait CatalogReader {
+    /// Called first: the blocks of data on each device.
+    fn devices(&mut self, data_blocks: &[u64]);
+    fn record(&mut self, record: Record);
+}
+
 pub struct VolumeOptions {
     pub format: bool,
     pub files_max: Option<u64>,
@@ -73,13 +80,16 @@ fn log_bytes(len: u64) -> u64 {
     (len / 64).clamp(super::journal::LOG_MIN, 256 << 20).next_multiple_of(PAGE as u64)
 }
 
+fn data_blocks(supers: &[Superblock]) -> Vec<u64> {
+    supers.iter().map(|superblock| (superblock.len - superblock.data_start) / PAGE as u64).collect()
+}
+
 impl Volume {
-    /// Opens the store on `paths`, each with its size if it is to be made, and calls `visit` for every record of its
-    /// catalog.
+    /// Opens the store on `paths`, each with its size if it is to be made, and gives `reader` its catalog.
     pub fn open(
         paths: &[(&Path, Option<u64>)],
         options: &VolumeOptions,
-        visit: &mut dyn FnMut(Record),
+        reader: &mut dyn CatalogReader,
     ) -> Result<Opened> {
         let mut devices = Vec::new();
         for (path, size) in paths {
@@ -90,9 +100,12 @@ impl Volume {
         let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
         let blank = found.iter().all(|found| *found == Found::Blank);
         if options.format || blank {
-            return Self::format(devices, options);
+            let opened = Self::format(devices, options)?;
+            reader.devices(&data_blocks(&opened.volume.supers));
+            return Ok(opened);
         }
         let supers = check(&devices, found)?;
+        reader.devices(&data_blocks(&supers));
         let first = Arc::new(devices);
         let medium = Arc::new(FirstDevice(first.clone()));
         let mut undecodable = 0u64;
@@ -100,7 +113,7 @@ impl Volume {
         let opened =
             Journal::open(medium, region, log_bytes(supers[0].len), &supers[0].store, &mut |bytes| {
                 match Record::decode(bytes) {
-                    Some(record) => visit(record),
+                    Some(record) => reader.record(record),
                     None => undecodable += 1,
                 }
                 Ok(())
@@ -191,16 +204,12 @@ impl Volume {
         self.supers[device].data_start
     }
 
-    /// Blocks of 4 KiB for data on a device.
-    pub fn data_blocks(&self, device: usize) -> u64 {
-        (self.supers[device].len - self.supers[device].data_start) / PAGE as u64
-    }
-
     /// Pages that files may use: all but what the pages of removed files may still take.
     pub fn capacity_pages(&self) -> u64 {
-        (0..self.devices.len())
-            .map(|at| {
-                let bytes = self.data_blocks(at) * PAGE as u64;
+        data_blocks(&self.supers)
+            .into_iter()
+            .map(|blocks| {
+                let bytes = blocks * PAGE as u64;
                 let slack = (bytes / SLACK_PART).clamp(SLACK_MIN, SLACK_MAX);
                 bytes.saturating_sub(slack) / PAGE as u64
             })
@@ -213,7 +222,9 @@ impl Volume {
 
     /// What the devices do without, for status.
     pub fn notes(&self) -> Vec<String> {
-        self.devices.iter().flat_map(|device| device.notes().to_vec()).collect()
+        let mut notes: Vec<_> = self.devices.iter().flat_map(|device| device.notes().to_vec()).collect();
+        notes.dedup(); // what the kernel lacks it lacks for every device
+        notes
     }
 
     pub fn mark_written(&self, device: usize) {

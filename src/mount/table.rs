@@ -14,6 +14,8 @@ const MOUNTINFO: &str = "/proc/self/mountinfo";
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Entry {
     pub mountpoint: PathBuf,
+    /// The file system's device number, as `major:minor`: no other one that is mounted has it.
+    pub number: String,
     pub fstype: String,
     /// What `df` shows in its first column.
     pub source: OsString,
@@ -47,10 +49,12 @@ pub fn mounted_on(mountpoint: &Path) -> Result<Option<Entry>> {
 /// `36 35 98:0 /root /mnt rw,noatime master:1 - ext4 /dev/sda rw`: optional fields end with a dash.
 fn parse(line: &[u8]) -> Option<Entry> {
     let mut fields = line.split(|byte| *byte == b' ');
-    let mountpoint = fields.nth(4)?;
+    let number = fields.nth(2)?;
+    let mountpoint = fields.nth(1)?;
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     Some(Entry {
         mountpoint: PathBuf::from(unescaped(mountpoint)),
+        number: String::from_utf8_lossy(number).into_owned(),
         fstype: String::from_utf8_lossy(rest.next()?).into_owned(),
         source: unescaped(rest.next()?),
     })
@@ -82,6 +86,7 @@ mod tests {
         let line = br"36 35 0:31 / /mnt/my\040kv rw,nosuid shared:7 master:1 - fuse.kvcachefs /nvme\134a:b rw,user_id=0";
         let entry = parse(line).expect("an entry");
         assert_eq!(entry.mountpoint, Path::new("/mnt/my kv"));
+        assert_eq!(entry.number, "0:31");
         assert_eq!(entry.source, r"/nvme\a:b");
         assert!(entry.is_ours());
         assert_eq!(parse(b""), None);

@@ -14,6 +14,7 @@ use std::time::Instant;
 use nix::errno::Errno;
 use smallvec::SmallVec;
 
+use super::again::{Expected, Intent};
 use super::attr::Attr;
 use super::core::{Core, now};
 use super::hot::{BLOCK, BLOCK_PAGES, Block, BlockIo, Hot, Mem, Phase, Place, block_len};
@@ -28,15 +29,35 @@ pub struct Waiter {
     pub id: NodeId,
     pub change: Change,
     pub deadline: Instant,
+    /// Bytes that the devices had taken when the deadline was set: while they take more, it moves (rule R7).
+    pub written: u64,
     /// It waits for a block to come from the device, not for room: others may pass it.
     pub loading: bool,
 }
 
 pub enum Change {
-    Write { offset: u64, data: Vec<u8>, reply: WriteReply },
-    Truncate { size: u64, ino: u64, reply: AttrReply },
-    Zero { offset: u64, len: u64, keep_size: bool, reply: UnitReply },
-    Extend { size: u64, reply: UnitReply },
+    Write {
+        offset: u64,
+        data: Vec<u8>,
+        reply: WriteReply,
+    },
+    /// Of a path, not of a handle: then the version is kept open for it.
+    Truncate {
+        size: u64,
+        ino: u64,
+        by_path: bool,
+        reply: AttrReply,
+    },
+    Zero {
+        offset: u64,
+        len: u64,
+        keep_size: bool,
+        reply: UnitReply,
+    },
+    Extend {
+        size: u64,
+        reply: UnitReply,
+    },
 }
 
 /// Why a change cannot go on right now.
@@ -61,6 +82,8 @@ struct Copy {
     pieces: SmallVec<[(Span, usize, usize); 6]>,
     /// Recycled memory between the old end and this write.
     gap: Option<Span>,
+    /// What [`Hot::emptied`] was.
+    emptied: u32,
     crc: Option<Running>,
 }
 
@@ -122,7 +145,7 @@ impl Core {
         if self.hot_mut(idx).passthrough_handles() > 0 {
             return Err(Stop::Fail(Errno::ETXTBSY));
         }
-        if self.hot_mut(idx).blocks.iter().any(|block| block.io == BlockIo::Reading) {
+        if self.hot_mut(idx).blocks.iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
             return Err(Stop::Load);
         }
         self.spread_layout(idx);
@@ -200,10 +223,19 @@ impl Core {
             let hot = self.hot_mut(idx);
             let Some(to) = hot.span(index) else { return Err(Stop::Room) };
             to.copy_from_span(&from.slice(0..len.min(from.len())));
-            hot.valid_to = hot.valid_to.max(index as u64 * BLOCK + len as u64);
+            if let (Mem::Slab, Some(slab)) = (&hot.blocks[index].mem, &hot.slab) {
+                let start = index as u64 * BLOCK;
+                if hot.valid_to < start {
+                    // A hole in the original; here it is recycled memory.
+                    let gap = slab.span(hot.valid_to as usize..start as usize);
+                    gap.zero(0..gap.len());
+                }
+                hot.valid_to = hot.valid_to.max(start + len as u64);
+            }
+            let version = hot.number();
             let block = &mut hot.blocks[index];
             block.dirty = true;
-            block.version = block.version.wrapping_add(1);
+            block.version = version;
             block.crc = None;
         }
         self.drop_base(idx);
@@ -217,7 +249,7 @@ impl Core {
             hot.blocks.resize_with(index + 1, Block::default);
         }
         let block = &hot.blocks[index];
-        if block.io == BlockIo::Reading {
+        if matches!(block.io, BlockIo::Reading(_)) {
             return Err(Stop::Load);
         }
         if block.bad && keep {
@@ -339,6 +371,10 @@ impl Core {
         }
     }
 
+    fn one_at_a_time(&mut self, idx: Idx) -> Result<(), Stop> {
+        if self.hot_mut(idx).writing { Err(Stop::Load) } else { Ok(()) }
+    }
+
     /// Plans a write. On success the file is pinned until [`Core::note_write`].
     fn plan_write(&mut self, id: NodeId, offset: u64, len: usize, queued: bool) -> Result<Copy, Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
@@ -352,6 +388,7 @@ impl Core {
         if end > self.size_max() {
             return Err(Stop::Fail(if self.settings.memory_only { Errno::ENOSPC } else { Errno::EFBIG }));
         }
+        self.one_at_a_time(idx)?;
         self.unseal(idx)?;
         self.copy_base(idx, u64::MAX)?;
         self.extend_tail(idx, end)?;
@@ -373,10 +410,12 @@ impl Core {
             let span = span.slice((from - start) as usize..(to - start) as usize);
             pieces.push((span, (from - offset) as usize, (to - offset) as usize));
         }
-        let in_slab = matches!(hot.blocks[first].mem, Mem::Slab);
-        let gap = match &hot.slab {
-            Some(slab) if in_slab && hot.valid_to < offset => {
-                Some(slab.span(hot.valid_to as usize..(offset as usize).min(slab.capacity_bytes() as usize)))
+        // When memory is short, some blocks of a file lie in its slab and others do not.
+        let gap = match (&hot.slab, (first..=last).find(|&index| matches!(hot.blocks[index].mem, Mem::Slab)))
+        {
+            (Some(slab), Some(index)) => {
+                let to = offset.max(index as u64 * BLOCK).min(slab.capacity_bytes());
+                (hot.valid_to < to).then(|| slab.span(hot.valid_to as usize..to as usize))
             }
             _ => None,
         };
@@ -390,10 +429,12 @@ impl Core {
             None
         };
         hot.pins += 1;
+        hot.writing = true;
+        let emptied = hot.emptied;
         if let Some(private) = hot.private_mut() {
             private.flushed = false;
         }
-        Ok(Copy { pieces, gap, crc: crc.filter(|_| !self.settings.memory_only) })
+        Ok(Copy { pieces, gap, emptied, crc: crc.filter(|_| !self.settings.memory_only) })
     }
 
     /// The last block of the file grows when something is written behind it: it has to be stored again at its new
@@ -414,31 +455,39 @@ impl Core {
         if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
             chunk.span().zero(old..len.max(old));
         }
+        let version = hot.number();
         let block = &mut hot.blocks[tail];
         block.dirty = true;
-        block.version = block.version.wrapping_add(1);
+        block.version = version;
         block.crc = None;
         Ok(())
     }
 
-    fn note_write(&mut self, id: NodeId, offset: u64, len: usize, crc: Option<Running>) {
+    fn note_write(&mut self, id: NodeId, offset: u64, len: usize, emptied: u32, crc: Option<Running>) {
+        self.wakes.admission |= !self.waiters.is_empty();
         let Some(idx) = self.by_id(id) else { return };
         let end = offset + len as u64;
+        let hot = self.hot_mut(idx);
+        hot.pins -= 1;
+        hot.writing = false;
+        if hot.emptied != emptied {
+            return self.close_if_done(idx);
+        }
         let node = self.node_mut(idx);
         node.size = node.size.max(end);
         node.mtime = now();
         node.ctime = node.mtime;
         let hot = self.hot_mut(idx);
-        hot.pins -= 1;
         let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
+        let version = hot.number();
         for block in &mut hot.blocks[first..=last] {
             block.dirty = true;
             block.bad = false;
-            block.version = block.version.wrapping_add(1);
+            block.version = version;
             block.crc = None;
         }
-        if matches!(hot.blocks[first].mem, Mem::Slab) {
-            hot.valid_to = hot.valid_to.max(end);
+        if let Some(index) = (first..=last).rev().find(|&index| matches!(hot.blocks[index].mem, Mem::Slab)) {
+            hot.valid_to = hot.valid_to.max(end.min((index as u64 + 1) * BLOCK));
         }
         match crc {
             Some(crc) => {
@@ -506,13 +555,22 @@ impl Core {
         }
     }
 
-    /// O_TRUNC on a file that is truncated in place.
+    /// O_TRUNC on a file that is truncated in place. It cannot wait and need not: none of the bytes are kept. What is on
+    /// its way to or from the device finds its blocks gone, and so does a write that is going on.
     pub fn truncate_to_nothing(&mut self, idx: Idx) {
-        if self.unseal(idx).is_ok() {
-            self.drop_base(idx);
-            self.cut(idx, 0);
-            self.resize_noted(idx, 0);
+        debug_assert_eq!(self.hot_mut(idx).passthrough_handles(), 0);
+        self.spread_layout(idx);
+        let id = self.id(idx);
+        let hot = self.hot_mut(idx);
+        hot.emptied = hot.emptied.wrapping_add(1);
+        if hot.sealed() {
+            hot.phase = Phase::Open;
+            self.building.push_back(id);
         }
+        self.drop_base(idx);
+        self.cut(idx, 0);
+        self.resize_noted(idx, 0);
+        self.tidy(idx);
     }
 
     fn resize_noted(&mut self, idx: Idx, size: u64) {
@@ -533,8 +591,9 @@ impl Core {
         if size == old {
             return Ok(());
         }
+        self.one_at_a_time(idx)?;
         self.unseal(idx)?;
-        if self.hot_mut(idx).blocks.iter().any(|block| block.io == BlockIo::Reading) {
+        if self.hot_mut(idx).blocks.iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
             return Err(Stop::Load);
         }
         self.copy_base(idx, size)?;
@@ -547,9 +606,10 @@ impl Core {
                 if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
                     chunk.span().zero(len..chunk.len());
                 }
+                let version = hot.number();
                 let block = &mut hot.blocks[tail];
                 block.dirty = true;
-                block.version = block.version.wrapping_add(1);
+                block.version = version;
                 block.crc = None;
             }
             self.cut(idx, size);
@@ -567,6 +627,7 @@ impl Core {
     /// Makes whole blocks of the range holes again. The edges are written with zeros by the caller.
     fn punch(&mut self, id: NodeId, offset: u64, end: u64) -> Result<(), Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        self.one_at_a_time(idx)?;
         self.unseal(idx)?;
         self.copy_base(idx, u64::MAX)?;
         let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
@@ -576,14 +637,12 @@ impl Core {
         if first >= last || hot.slab.is_some() {
             return Ok(());
         }
-        if hot.blocks[first..last].iter().any(|block| block.io == BlockIo::Reading) {
+        if hot.blocks[first..last].iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
             return Err(Stop::Load);
         }
         let mut gone = Vec::new();
         for block in &mut hot.blocks[first..last] {
-            let version = block.version.wrapping_add(1);
-            let io = block.io;
-            gone.push(std::mem::replace(block, Block { version, io, ..Block::default() }));
+            gone.push(std::mem::take(block));
         }
         for block in gone {
             self.uncharge(block.charge, block.reserved);
@@ -593,8 +652,45 @@ impl Core {
     }
 
     /// Whether `ino` may be truncated where it is, or has to be looked up again (rule R3b).
-    fn check_truncate(&mut self, ino: u64, with_handle: bool) -> Result<NodeId, Errno> {
-        let idx = self.resolve(ino)?;
+    fn check_truncate(&mut self, ino: u64, with_handle: bool, caller: &Caller) -> Result<NodeId, Errno> {
+        let expected = if with_handle { None } else { self.arrived(ino, Intent::Write, caller) };
+        let result = self.may_truncate(ino, with_handle, expected.as_ref(), caller);
+        if let Ok(id) = result
+            && !with_handle
+        {
+            self.hot_mut(id.idx()).promised += 1;
+        }
+        if let Some(expected) = expected {
+            self.give_up(expected);
+        }
+        result
+    }
+
+    /// A truncation by path is over, well or not.
+    pub fn end_truncate(&mut self, id: NodeId) {
+        if let Some(idx) = self.by_id(id) {
+            let hot = self.hot_mut(idx);
+            hot.promised = hot.promised.saturating_sub(1);
+            self.close_if_done(idx);
+        }
+    }
+
+    fn try_truncate(&mut self, id: NodeId, size: u64, by_path: bool) -> Result<(), Stop> {
+        let result = self.truncate(id, size);
+        if by_path && matches!(result, Ok(()) | Err(Stop::Fail(_))) {
+            self.end_truncate(id);
+        }
+        result
+    }
+
+    fn may_truncate(
+        &mut self,
+        ino: u64,
+        with_handle: bool,
+        expected: Option<&Expected>,
+        caller: &Caller,
+    ) -> Result<NodeId, Errno> {
+        let Ok(idx) = self.resolve(ino) else { return Err(self.gone(ino, Intent::Write, caller, 0)) };
         if self.node(idx).kind() != Kind::File {
             return Err(if self.node(idx).kind() == Kind::Dir { Errno::EISDIR } else { Errno::EINVAL });
         }
@@ -607,15 +703,15 @@ impl Core {
         let read = hot.sealed()
             && (hot.passthrough_handles() > 0
                 || (hot.handles() > 0 && !posix && !slot && size > 0 && !with_handle));
-        let promised = hot.promised > 0;
-        if read && named {
-            self.copy_and_promise(idx)?;
-            return Err(Errno::ESTALE);
+        let id = self.id(idx);
+        if read
+            && named
+            && expected.is_none_or(|expected| !expected.found(id))
+            && let Some((parent, name)) = self.place_of(idx)
+        {
+            return Err(self.send_again(parent, &name, Intent::Write, caller, 0));
         }
-        if promised && !with_handle {
-            self.hot_mut(idx).promised -= 1;
-        }
-        Ok(self.id(idx))
+        Ok(id)
     }
 }
 
@@ -666,14 +762,15 @@ impl Store {
         if let Some(crc) = &mut plan.crc {
             crc.update(data);
         }
-        self.with(|core| core.note_write(id, offset, data.len(), plan.crc));
+        self.with(|core| core.note_write(id, offset, data.len(), plan.emptied, plan.crc));
         Tried::Done(Ok(data.len() as u32))
     }
 
     fn wait(self: &Arc<Self>, id: NodeId, change: Change, loading: bool) {
         self.with(|core| {
             let deadline = Instant::now() + core.settings.request_deadline;
-            core.waiters.push_back(Waiter { id, change, deadline, loading });
+            let written = core.counters.writeback_bytes;
+            core.waiters.push_back(Waiter { id, change, deadline, written, loading });
             core.counters.waits += 1;
             core.counters.waiters_peak = core.counters.waiters_peak.max(core.waiters.len() as u64);
             core.wakes.writer = true;
@@ -692,7 +789,7 @@ impl Store {
         reply: AttrReply,
     ) {
         let checked = self.with(|core| {
-            let id = core.check_truncate(ino, with_handle)?;
+            let id = core.check_truncate(ino, with_handle, caller)?;
             if caller.uid != 0 {
                 core.drop_set_id(id.idx());
             }
@@ -702,10 +799,11 @@ impl Store {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };
-        match self.with(|core| core.truncate(id, size)).into() {
+        let by_path = !with_handle;
+        match self.with(|core| core.try_truncate(id, size, by_path)).into() {
             Tried::Done(Ok(())) => reply(self.getattr(ino)),
             Tried::Done(Err(errno)) => reply(Err(errno)),
-            Tried::Wait { loading } => self.wait(id, Change::Truncate { size, ino, reply }, loading),
+            Tried::Wait { loading } => self.wait(id, Change::Truncate { size, ino, by_path, reply }, loading),
         }
     }
 
@@ -813,13 +911,13 @@ impl Store {
                     }
                     Tried::Wait { loading } => (Change::Write { offset, data, reply }, loading),
                 },
-                Change::Truncate { size, ino, reply } => {
-                    match self.with(|core| core.truncate(waiter.id, size)).into() {
+                Change::Truncate { size, ino, by_path, reply } => {
+                    match self.with(|core| core.try_truncate(waiter.id, size, by_path)).into() {
                         Tried::Done(result) => {
                             reply(result.and_then(|()| self.getattr(ino)));
                             continue;
                         }
-                        Tried::Wait { loading } => (Change::Truncate { size, ino, reply }, loading),
+                        Tried::Wait { loading } => (Change::Truncate { size, ino, by_path, reply }, loading),
                     }
                 }
                 Change::Extend { size, reply } => {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
+use super::again::{Expected, Gone};
 use super::change::Waiter;
 use super::hot::{BLOCK, Block, BlockIo, Hot, Mem, Phase, Place, WriteBack, block_len, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
@@ -130,6 +131,9 @@ pub struct Core {
     /// Memory that reads around L1 hold, and those that wait for some.
     pub around_bytes: u64,
     pub around_waiting: VecDeque<AroundRead>,
+    /// Those who were sent to look again, and the names of what they did not find.
+    pub expected: Vec<Expected>,
+    pub gone: Gone,
     pub aliases: HashMap<u64, NodeId>,
     pub next_alias: u64,
     /// Durability failed once: reads go on, what was published is not stored any more.
@@ -166,6 +170,8 @@ impl Core {
             deadlines: Deadlines::default(),
             around_bytes: 0,
             around_waiting: VecDeque::new(),
+            expected: Vec::new(),
+            gone: Gone::default(),
             aliases: HashMap::new(),
             next_alias: ALIAS_BASE,
             poisoned: false,
@@ -261,7 +267,9 @@ impl Core {
     /// The extents of block `index` in a sealed file's list.
     pub fn place_in(extents: &Extents, size: u64, index: usize) -> Place {
         let mut skip = index as u64 * (BLOCK / 4096);
-        let mut want = (block_len(size, index) as u64).div_ceil(4096);
+        // The last block's may be longer: it was stored before the file was cut, and its checksum is of all of it.
+        let last = index + 1 == blocks_for(size);
+        let mut want = if last { BLOCK / 4096 } else { (block_len(size, index) as u64).div_ceil(4096) };
         let mut place = Place::new();
         for extent in extents.as_slice() {
             let blocks = u64::from(extent.blocks);
@@ -292,10 +300,11 @@ impl Core {
         }
     }
 
+    /// The checksum of what the device has of block `index`.
     pub fn block_crc(&self, idx: Idx, index: usize) -> Option<u32> {
         let node = self.node(idx);
         match &node.hot {
-            Some(hot) if hot.placed => hot.blocks.get(index).and_then(|block| block.crc),
+            Some(hot) if hot.placed => hot.blocks.get(index).and_then(|block| block.place_crc),
             _ => node.crcs.as_slice().get(index).copied(),
         }
     }
@@ -320,11 +329,14 @@ impl Core {
             _ => extents.push(extent),
         };
         for (index, block) in hot.blocks.iter().enumerate().take(blocks_for(node.size)) {
-            if block.place.is_empty() {
-                push(Extent { start: HOLE, blocks: (block_len(node.size, index) as u32).div_ceil(4096) });
-            }
             block.place.iter().for_each(|extent| push(*extent));
-            crcs.push(block.crc.unwrap_or(0));
+            // A block's place is found by counting; one that was stored before the file grew is shorter than it is.
+            let there: u32 = block.place.iter().map(|extent| extent.blocks).sum();
+            let missing = (block_len(node.size, index) as u32).div_ceil(4096).saturating_sub(there);
+            if missing > 0 {
+                push(Extent { start: HOLE, blocks: missing });
+            }
+            crcs.push(block.place_crc.unwrap_or(0));
         }
         (extents, crcs)
     }
@@ -347,6 +359,7 @@ impl Core {
             hot.placed = false;
             for block in &mut hot.blocks {
                 block.place = Place::new();
+                block.place_crc = None;
             }
         }
     }
@@ -366,7 +379,7 @@ impl Core {
             let place = Self::place_in(&extents, size, index);
             if !place.iter().all(|extent| extent.start == HOLE) {
                 block.place = place;
-                block.crc = crcs.as_slice().get(index).copied();
+                block.place_crc = crcs.as_slice().get(index).copied();
             }
         }
     }
@@ -413,6 +426,7 @@ impl Core {
     /// the old record stays on the device until the new one is committed.
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
         self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
+        self.remember_name(idx);
         let parent = self.node(idx).parent;
         self.tree.unlink(idx);
         self.node_mut(idx).set(MOVED, by_us);
@@ -439,7 +453,7 @@ impl Core {
         for id in ids {
             // What is still open keeps its place after the record is gone, so it does not count as leaving.
             let pages = match self.by_id(id) {
-                Some(idx) if self.hot(idx).is_none_or(|hot| hot.handles() == 0) => self.device_pages(idx),
+                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => self.device_pages(idx),
                 _ => 0,
             };
             self.space.leaving += pages;
@@ -473,8 +487,7 @@ impl Core {
             return;
         }
         if let Some(hot) = &node.hot
-            && (hot.handles() > 0
-                || hot.promised > 0
+            && (hot.kept()
                 || hot.pins > 0
                 || hot.transfers > 0
                 || hot.based > 0

@@ -55,8 +55,8 @@ impl Mem {
 pub enum BlockIo {
     #[default]
     Idle,
-    /// Memory is reserved and being filled from L2.
-    Reading,
+    /// Memory is reserved and being filled from L2. The number tells one such transfer from another.
+    Reading(u32),
     /// A copy of version `.0` is being written to L2.
     Writing(u32),
 }
@@ -70,14 +70,17 @@ pub struct Block {
     pub io: BlockIo,
     /// Changed since it was last written to the device.
     pub dirty: bool,
-    /// Counts changes, so that a write that overlapped one is not taken for its result.
+    /// The number of its last change, so that a transfer that overlapped one is not taken for its result.
     pub version: u32,
     /// Pages this block holds of the dirty bound.
     pub charge: u32,
     /// Pages set aside on the device for it, until its extents are allocated.
     pub reserved: u32,
-    /// Where it is on the device, while the file is unsealed. Empty: nowhere, or a hole.
+    /// Where it is on the device, and the checksum of what is there: not of what is in memory, if that is newer.
+    /// Empty: nowhere, or a hole.
     pub place: Place,
+    pub place_crc: Option<u32>,
+    /// The checksum of what is in memory, if it was computed on the way.
     pub crc: Option<u32>,
     /// Its bytes could not be read back, or were wrong: EIO until written again.
     pub bad: bool,
@@ -88,7 +91,7 @@ pub struct Block {
 impl Block {
     /// Whether its bytes are in L1 and whole.
     pub fn resident(&self) -> bool {
-        !self.mem.is_none() && self.io != BlockIo::Reading
+        !self.mem.is_none() && !matches!(self.io, BlockIo::Reading(_))
     }
 }
 
@@ -109,6 +112,8 @@ pub struct Private {
     pub waited: bool,
     /// The creating process was killed by a signal before it closed.
     pub killed: bool,
+    /// It was opened by whom it was made for.
+    pub opened: bool,
 }
 
 #[derive(Debug)]
@@ -170,11 +175,20 @@ pub struct Hot {
     pub opened: SmallVec<[Opened; 1]>,
     /// Handles that can write, of all inode numbers.
     pub writers: u32,
-    /// Opens and truncates that were sent to look again and will arrive here, and until when that is believed.
+    /// Opens and truncates that were sent to look again and will arrive here to write.
     pub promised: u32,
-    pub promised_until: Option<Instant>,
+    /// The same to read.
+    pub held: u32,
     /// Copies between memory and a client that are going on right now.
     pub pins: u32,
+    /// One of them is a write. There is only one at a time: it may move the file's memory, define what lay between the
+    /// old end and its bytes, and go on with the running checksum. The kernel lets asynchronous direct writes and the
+    /// write-back of mappings come side by side.
+    pub writing: bool,
+    /// Times that the file was emptied: a write that was going on then has been before it.
+    pub emptied: u32,
+    /// The last number given to a change or a transfer of a block. Blocks go and come back; numbers do not.
+    numbers: u32,
     /// Device transfers that are going on.
     pub transfers: u32,
     /// The blocks, not the node, know where the bytes are on the device and their checksums.
@@ -211,6 +225,12 @@ pub struct Hot {
 }
 
 impl Hot {
+    /// A number that no block of this file has had.
+    pub fn number(&mut self) -> u32 {
+        self.numbers = self.numbers.wrapping_add(1);
+        self.numbers
+    }
+
     pub fn new(phase: Phase) -> Self {
         Self {
             phase,
@@ -220,8 +240,11 @@ impl Hot {
             opened: SmallVec::new(),
             writers: 0,
             promised: 0,
-            promised_until: None,
+            held: 0,
             pins: 0,
+            writing: false,
+            emptied: 0,
+            numbers: 0,
             transfers: 0,
             placed: true,
             write_back: WriteBack::None,
@@ -243,6 +266,11 @@ impl Hot {
             failed: false,
             promoted_unread: false,
         }
+    }
+
+    /// Somebody has it open, or is about to.
+    pub fn kept(&self) -> bool {
+        !self.opened.is_empty() || self.promised > 0 || self.held > 0
     }
 
     pub fn handles(&self) -> u32 {
@@ -304,8 +332,7 @@ impl Hot {
 
     /// Whether anything but L1 residency keeps this state alive.
     pub fn in_use(&self) -> bool {
-        !self.opened.is_empty()
-            || self.promised > 0
+        self.kept()
             || self.pins > 0
             || self.transfers > 0
             || self.based > 0

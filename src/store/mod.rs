@@ -10,6 +10,7 @@
 //! versions visible and seals them, `writeback` takes them to the device, `read` and `promote` bring them back,
 //! `space` decides what leaves.
 
+pub mod again;
 pub mod attr;
 pub mod change;
 pub mod core;
@@ -77,6 +78,7 @@ pub struct Store {
 }
 
 mod completions;
+mod ending;
 mod timer;
 
 /// How long the kernel may believe what we said of a sealed file or a directory. What changes without the kernel's

@@ -5,6 +5,8 @@
 use std::sync::Arc;
 
 use nix::errno::Errno;
+use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use super::attr::NAME_MAX;
 use super::core::{Core, now};
@@ -66,7 +68,14 @@ impl Core {
 
     /// The private version of `name` that `caller` means: its thread's own, else its process's newest.
     pub fn own_private(&self, parent: Idx, name: &[u8], caller: &Caller, any_unknown: bool) -> Option<Idx> {
-        let all = self.tree.privates(parent, name);
+        // What was made for an open that has not arrived yet is nobody's.
+        let all: SmallVec<[Idx; 2]> = self
+            .tree
+            .privates(parent, name)
+            .iter()
+            .copied()
+            .filter(|&idx| self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.opened))
+            .collect();
         let made_by = |idx: &&Idx| {
             self.hot(**idx).and_then(|hot| hot.private()).map(|private| (private.tid, private.tgid))
         };
@@ -200,6 +209,17 @@ impl Core {
     }
 }
 
+/// Calls once nobody has a reference any more.
+struct OnDrop(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        if let Some(call) = self.0.get_mut().take() {
+            call();
+        }
+    }
+}
+
 impl Store {
     pub fn mkdir(
         self: &Arc<Self>,
@@ -239,6 +259,28 @@ impl Store {
         caller: &Caller,
     ) -> Result<(), Errno> {
         self.with(|core| core.rename(parent, name, new_parent, new_name, flags, caller))
+    }
+
+    /// Calls `ready` when a listing shows every file whose last close has returned: once those that have been closed
+    /// are released, or after the bounded wait. A directory is opened for that, not read: no lock is held meanwhile.
+    pub fn before_listing(self: &Arc<Self>, ino: u64, ready: impl FnOnce() + Send + 'static) {
+        let ready: Arc<OnDrop> = Arc::new(OnDrop(Mutex::new(Some(Box::new(ready)))));
+        self.with(|core| {
+            let Ok(parent) = core.resolve(ino) else { return };
+            let releasing: Vec<(Idx, Box<[u8]>)> = core
+                .tree
+                .privates_in(parent)
+                .filter(|(idx, _)| {
+                    let private = core.hot(*idx).and_then(|hot| hot.private());
+                    private.is_some_and(|private| private.flushed && !private.waited)
+                })
+                .map(|(idx, name)| (idx, name.into()))
+                .collect();
+            for (idx, name) in releasing {
+                let ready = ready.clone();
+                core.wait_for_release(idx, parent, &name, Box::new(move |_| drop(ready)));
+            }
+        });
     }
 
     /// Lists a directory from `cookie` on until `take` says that it has enough.

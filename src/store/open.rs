@@ -10,14 +10,14 @@
 //! * to read a file that came into L1 while others read it through the daemon: an alias, that is another
 //!   inode number for the same file.
 //!
-//! A second ESTALE would reach the user. So whoever was sent to look again is *promised* what it will
-//! find: until it arrives, or the promise is too old to be true, the node stays as it is.
+//! A second ESTALE would reach the user; `again` keeps what the second look found until the open arrives.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
+use super::again::{Expected, Intent};
 use super::attr::Entry;
 use super::core::{Core, now};
 use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
@@ -28,9 +28,6 @@ use super::process::{Caller, dying_of, process_of};
 use super::{Answer, EntryReply, Store};
 use crate::l1::Slab;
 
-/// How long a promise is believed. An open that was sent to look again comes back within microseconds; a process
-/// that was stopped in between may get ESTALE.
-const PROMISE: Duration = Duration::from_secs(10);
 /// At most one alias of a file in this time: far longer than the way from one ESTALE to the next open.
 const ALIAS_EVERY: Duration = Duration::from_secs(1);
 
@@ -72,6 +69,9 @@ impl Core {
     fn find(&mut self, parent: u64, name: &[u8], caller: &Caller) -> Result<Found, Errno> {
         check_name(name)?;
         let parent = self.resolve_dir(parent)?;
+        if let Some(idx) = self.look_again(parent, name, caller) {
+            return Ok(Found::Node(idx, false));
+        }
         let mut shown = true;
         if !self.tree.privates(parent, name).is_empty() {
             shown = false;
@@ -95,6 +95,16 @@ impl Core {
         }
     }
 
+    /// Answers when `idx` has been released, or after the bounded wait.
+    pub fn wait_for_release(&mut self, idx: Idx, parent: Idx, name: &[u8], reply: EntryReply) {
+        let deadline = Instant::now() + self.settings.publish_wait;
+        let id = self.id(idx);
+        self.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
+        self.deadlines.push((deadline, id));
+        self.counters.publish_waits += 1;
+        self.wakes.timer = true;
+    }
+
     /// Answers the lookups that waited for `idx` with what is there now.
     pub fn answer_lookups(&mut self, idx: Idx) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
@@ -112,7 +122,7 @@ impl Core {
     }
 
     /// A version of `name` that only its maker sees.
-    fn new_private(
+    pub fn new_private(
         &mut self,
         parent: Idx,
         name: &[u8],
@@ -132,6 +142,7 @@ impl Core {
             flushed: false,
             waited: false,
             killed: false,
+            opened: false,
         };
         self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Private(Box::new(private)))));
         self.tree.add_private(idx, parent, name);
@@ -156,9 +167,17 @@ impl Core {
         if exclusive && (visible.is_some() || self.reserved(parent, name)) {
             return Err(Errno::EEXIST);
         }
-        if visible.is_some() {
-            // It came into being since the kernel looked: it must look again and open it.
-            return Err(Errno::ESTALE);
+        if let Some(visible) = visible {
+            // It came into being since the kernel looked. What the caller may do with it, the kernel knows.
+            let node = self.node(visible);
+            let owned = node.kind() == Kind::File && (caller.uid == 0 || caller.uid == node.uid);
+            if owned && flags & libc::O_TRUNC != 0 && !self.tree.posix(parent) {
+                let idx = self.empty_version(visible, caller, tgid)?;
+                let handle = self.add_handle(idx, self.ino(idx), flags, Mode::Direct);
+                return Ok((self.entry(idx, false), handle));
+            }
+            let dir = self.id(parent);
+            return Err(self.send_again(dir, name, Intent::of(flags), caller, tgid));
         }
         let (gid, mode) = self.inherited(parent, caller, mode, false);
         let shared = self.tree.posix(parent) || (!exclusive && flags & libc::O_TRUNC == 0);
@@ -190,6 +209,7 @@ impl Core {
         hot.writers += u32::from(writer);
         if let Some(private) = hot.private_mut() {
             private.flushed = false;
+            private.opened = true;
         }
         let maker = hot.private().map_or(0, |private| private.tgid);
         if mode == Mode::Passthrough {
@@ -205,23 +225,8 @@ impl Core {
         Handle { id, ino, writer, mode, uncached: flags & libc::O_DIRECT != 0, maker }
     }
 
-    fn promise(&mut self, idx: Idx) {
-        let until = Instant::now() + PROMISE;
-        let id = self.id(idx);
-        let hot = self.hot_mut(idx);
-        hot.promised += 1;
-        hot.promised_until = Some(until);
-        self.deadlines.push((until, id));
-        self.wakes.timer = true;
-    }
-
-    fn keep_promise(&mut self, idx: Idx) {
-        let hot = self.hot_mut(idx);
-        hot.promised = hot.promised.saturating_sub(1);
-    }
-
     /// A version that shows `old`'s bytes until it is written to, in `old`'s place.
-    fn copy_on_write(&mut self, old: Idx) -> Result<Idx, Errno> {
+    pub fn copy_on_write(&mut self, old: Idx) -> Result<Idx, Errno> {
         let node = self.node(old);
         let (mode, uid, gid, size) = (u32::from(node.mode), node.uid, node.gid, node.size);
         let (parent, name) = (node.parent, node.name.clone());
@@ -245,13 +250,6 @@ impl Core {
         Ok(new)
     }
 
-    /// Makes the copy-on-write version that whoever is sent to look again will find.
-    pub fn copy_and_promise(&mut self, idx: Idx) -> Result<(), Errno> {
-        let new = self.copy_on_write(idx)?;
-        self.promise(new);
-        Ok(())
-    }
-
     /// A copy-on-write version that nobody wrote to: the original gets its name back.
     pub fn undo_copy_on_write(&mut self, new: Idx) {
         let Some(old) = self.hot(new).and_then(|hot| hot.base).and_then(|base| self.by_id(base)) else {
@@ -269,7 +267,10 @@ impl Core {
             self.remove_records(supersedes);
             return;
         }
+        // Without the version that shows its bytes nothing may be left that keeps the original: no name, no record.
+        self.hot_mut(old).held += 1;
         self.drop_name(new, None, true);
+        self.hot_mut(old).held -= 1;
         self.hot_mut(old).supersedes.extend(supersedes.into_iter().filter(|id| *id != old_id));
         self.tree.link(old, parent, &name);
         let node = self.node_mut(old);
@@ -277,6 +278,11 @@ impl Core {
         node.xattrs = xattrs;
         self.changed(old);
         self.touch(old);
+        if !self.settings.memory_only && !self.is_durable(old) {
+            // Its turn in the publish queue may have come while it had no name.
+            self.store_soon(old);
+        }
+        self.tidy(old);
         self.invalidate(old);
     }
 
@@ -294,46 +300,49 @@ impl Core {
     }
 
     fn open(&mut self, ino: u64, flags: i32, caller: &Caller, tgid: u32) -> Result<Opened, Errno> {
-        let idx = self.resolve(ino)?;
+        let expected = self.arrived(ino, Intent::of(flags), caller);
+        let result = self.open_node(ino, flags, expected.as_ref(), caller, tgid);
+        if let Some(expected) = expected {
+            self.give_up(expected);
+        }
+        result
+    }
+
+    fn open_node(
+        &mut self,
+        ino: u64,
+        flags: i32,
+        expected: Option<&Expected>,
+        caller: &Caller,
+        tgid: u32,
+    ) -> Result<Opened, Errno> {
+        let intent = Intent::of(flags);
+        let Ok(idx) = self.resolve(ino) else { return Err(self.gone(ino, intent, caller, tgid)) };
         let node = self.node(idx);
         match node.kind() {
             Kind::File => {}
             Kind::Dir => return Err(Errno::EISDIR),
             Kind::Symlink => return Err(Errno::ELOOP),
         }
-        if node.has(MOVED) || node.has(LOST) {
-            return Err(Errno::ESTALE);
+        let arrived = expected.is_some_and(|expected| expected.found(self.id(idx)));
+        if node.has(LOST) || (node.has(MOVED) && !arrived) {
+            return Err(self.gone(ino, intent, caller, tgid));
         }
-        let (write, truncate) = (writes(flags), flags & libc::O_TRUNC != 0);
         let (size, parent, slot, named) = (node.size, node.parent, node.has(SLOT), node.has(NAMED));
+        let place = self.place_of(idx);
         let posix = named && self.tree.posix(parent);
         let hot = self.hot_mut(idx);
         let (handles, passthrough) = (hot.handles(), hot.passthrough_handles());
-        let promised = hot.promised > 0;
-        if truncate {
+        if intent == Intent::Truncate {
             let in_place = match &hot.phase {
-                Phase::Private(private) => {
-                    promised && (private.tid == caller.tid || caller.tid == 0) && size == 0
-                }
+                Phase::Private(_) => arrived && size == 0,
                 Phase::Open => posix || size == 0,
                 Phase::Sealed => passthrough == 0 && (posix || size == 0),
             } || (!named && hot.private().is_none_or(|private| private.parent == NONE));
             if !in_place {
-                let (parent, name) = match hot.private() {
-                    Some(private) => (private.parent, private.name.clone()),
-                    None => (parent, self.node(idx).name.clone()),
-                };
-                let node = self.node(idx);
-                let (mode, owner, xattrs) = (u32::from(node.mode), (node.uid, node.gid), node.xattrs.clone());
-                let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
-                self.node_mut(new).xattrs = xattrs;
-                if caller.uid != 0 {
-                    self.drop_set_id(new);
-                }
-                self.promise(new);
-                return Err(Errno::ESTALE);
+                let (parent, name) = place.ok_or(Errno::ESTALE)?;
+                return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
-            self.keep_promise(idx);
             if caller.uid != 0 {
                 self.drop_set_id(idx);
             }
@@ -342,21 +351,22 @@ impl Core {
             }
             return Ok(self.opened(idx, ino, flags, Mode::Direct));
         }
-        if write {
+        if matches!(&hot.phase, Phase::Private(private) if !private.opened) {
+            // Made for somebody else, who cannot be told from this caller.
+            return Err(Errno::ESTALE);
+        }
+        if intent == Intent::Write {
             let fresh = match &hot.phase {
                 Phase::Private(_) | Phase::Open => false,
                 Phase::Sealed => passthrough > 0 || (handles > 0 && !posix && !slot && size > 0),
             };
             if fresh && named {
-                self.copy_and_promise(idx)?;
-                return Err(Errno::ESTALE);
+                let (parent, name) = place.ok_or(Errno::ESTALE)?;
+                return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
             if fresh {
                 // A file without a name that others read: there is no name to look up again.
                 return Err(Errno::ETXTBSY);
-            }
-            if promised {
-                self.keep_promise(idx);
             }
             return Ok(self.opened(idx, ino, flags, Mode::Direct));
         }
@@ -368,8 +378,14 @@ impl Core {
             None if eligible => Mode::Passthrough,
             None => Mode::Direct,
             Some(Mode::Direct) => {
-                if eligible && named && self.ino(idx) == ino && self.make_alias(idx) {
-                    return Err(Errno::ESTALE);
+                if eligible
+                    && named
+                    && expected.is_none()
+                    && self.ino(idx) == ino
+                    && let Some((parent, name)) = place
+                    && self.make_alias(idx)
+                {
+                    return Err(self.send_again(parent, &name, intent, caller, tgid));
                 }
                 Mode::Direct
             }
@@ -469,15 +485,10 @@ impl Store {
     pub fn lookup_later(self: &Arc<Self>, parent: u64, name: &[u8], caller: &Caller, reply: EntryReply) {
         self.with(|core| match core.find(parent, name, caller) {
             Ok(Found::Releasing(idx)) => {
-                let deadline = Instant::now() + core.settings.publish_wait;
-                let id = core.id(idx);
                 let Ok(parent) = core.resolve_dir(parent) else {
                     return core.reply(move || reply(Err(Errno::ENOENT)));
                 };
-                core.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
-                core.deadlines.push((deadline, id));
-                core.counters.publish_waits += 1;
-                core.wakes.timer = true;
+                core.wait_for_release(idx, parent, name, reply);
             }
             Ok(Found::Node(idx, shown)) => {
                 let entry = core.entry(idx, shown);
@@ -550,6 +561,8 @@ impl Store {
             let Some(idx) = core.by_id(handle.id) else { return };
             if let Some(private) = core.hot_mut(idx).private_mut() {
                 private.flushed = true;
+                // Another close, which may be the last: it is waited for like the first.
+                private.waited = false;
                 private.killed |= killed;
             }
         });

@@ -8,12 +8,13 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
 
 use nix::errno::Errno;
 use parking_lot::Mutex;
 
 use super::core::{Core, Effect, HOLE};
-use super::hot::{BLOCK, BlockIo, Mem, Place, block_len, blocks_for};
+use super::hot::{BLOCK, BlockIo, Mem, PendingRead, Place, block_len, blocks_for};
 use super::node::{Idx, LOST, NodeId, SLOT};
 use super::{ReadReply, Store};
 use crate::l2::{Class, Direction, Io};
@@ -51,13 +52,17 @@ pub struct Group {
 /// One block's bytes as they were written, whole pages, and their checksum.
 struct Check {
     index: usize,
+    /// What the block was when the read began: only that one is what was read. A file may be emptied or written to
+    /// meanwhile.
+    io: BlockIo,
+    version: u32,
     parts: Vec<Span>,
     crc: u32,
 }
 
 enum Target {
     L1,
-    Around { span: Span, from: usize, len: usize, reply: ReadReply },
+    Around { span: Span, offset: u64, from: usize, len: usize, reply: ReadReply },
 }
 
 /// A read that waits for room to go around L1.
@@ -121,7 +126,11 @@ impl Core {
                 let block = &self.hot_mut(idx).blocks[at];
                 let hole = block.mem.is_none() && !self.has_place(idx, at);
                 let block = &self.hot_mut(idx).blocks[at];
-                if block.resident() || block.io == BlockIo::Reading || block.bad || (hole && !whole) {
+                if block.resident()
+                    || matches!(block.io, BlockIo::Reading(_))
+                    || block.bad
+                    || (hole && !whole)
+                {
                     continue;
                 }
                 let place = self.place(idx, at);
@@ -131,13 +140,18 @@ impl Core {
                 }
                 let Some(span) = self.hot(idx).and_then(|hot| hot.span(at)) else { continue };
                 let (to_read, written, zero) = cut(&place, &span);
-                load.zero.extend(zero);
                 if to_read.is_empty() {
+                    // It counts as resident from now on.
+                    zero.iter().for_each(|span| span.zero(0..span.len()));
                     continue;
                 }
-                self.hot_mut(idx).blocks[at].io = BlockIo::Reading;
+                load.zero.extend(zero);
+                let hot = self.hot_mut(idx);
+                let io = BlockIo::Reading(hot.number());
+                hot.blocks[at].io = io;
+                let version = hot.blocks[at].version;
                 let crc = self.block_crc(idx, at).unwrap_or(0);
-                checks.push(Check { index: at, parts: written, crc });
+                checks.push(Check { index: at, io, version, parts: written, crc });
                 for (offset, span) in to_read {
                     match reads.last_mut() {
                         Some((last, before))
@@ -256,7 +270,10 @@ impl Core {
             }
             let (to_read, written, _) = cut(&self.place(idx, index), &into);
             if !to_read.is_empty() {
-                checks.push(Check { index, parts: written, crc: self.block_crc(idx, index).unwrap_or(0) });
+                let crc = self.block_crc(idx, index).unwrap_or(0);
+                let version =
+                    self.hot(idx).and_then(|hot| hot.blocks.get(index)).map_or(0, |block| block.version);
+                checks.push(Check { index, io: BlockIo::Idle, version, parts: written, crc });
                 reads.extend(to_read);
             }
         }
@@ -272,7 +289,13 @@ impl Core {
             checks,
             remaining: AtomicU32::new(reads.len() as u32),
             failed: Mutex::new(None),
-            target: Mutex::new(Some(Target::Around { span, from, len: read.len, reply: read.reply })),
+            target: Mutex::new(Some(Target::Around {
+                span,
+                offset: read.offset,
+                from,
+                len: read.len,
+                reply: read.reply,
+            })),
         });
         self.counters.promoting += 1;
         self.hot_mut(idx).transfers += 1;
@@ -284,22 +307,33 @@ impl Core {
     }
 
     /// A group has been read and checked; `bad` are the blocks that are not what was written.
-    fn loaded(&mut self, group: &Group, target: Target, bad: &[usize], why: &str) {
+    fn loaded(&mut self, group: &Group, target: Target, bad: &[usize], failed: Option<&io::Error>) {
         self.counters.promoting -= 1;
         let Some(idx) = self.by_id(group.id) else { return };
         let size = self.node(idx).size;
         let sealed = self.hot(idx).is_some_and(super::hot::Hot::sealed);
-        let whole_loss = !bad.is_empty() && sealed && !self.node(idx).has(SLOT);
         let hot = self.hot_mut(idx);
         hot.transfers -= 1;
         let in_l1 = matches!(target, Target::L1);
+        // What was written anew while it was read may well not have been what the checksum was of.
+        let (mut lost, mut outdated) = (false, false);
         for check in &group.checks {
-            let Some(block) = hot.blocks.get_mut(check.index) else { continue };
-            if in_l1 && block.io == BlockIo::Reading {
+            let is_bad = bad.contains(&check.index);
+            let Some(block) = hot.blocks.get_mut(check.index) else {
+                lost |= is_bad && sealed;
+                outdated |= is_bad && !sealed;
+                continue;
+            };
+            if block.version != check.version || (in_l1 && block.io != check.io) {
+                outdated |= is_bad;
+                continue;
+            }
+            lost |= is_bad;
+            if in_l1 {
                 block.io = BlockIo::Idle;
                 block.referenced = true;
             }
-            if bad.contains(&check.index) {
+            if is_bad {
                 if in_l1 {
                     block.mem = Mem::None;
                 }
@@ -309,25 +343,36 @@ impl Core {
         for check in &group.checks {
             self.counters.read_l2_bytes += block_len(size, check.index) as u64;
         }
-        if !bad.is_empty() && !self.node(idx).has(LOST) {
-            if whole_loss {
-                self.lose(idx, why);
+        if lost {
+            match failed {
+                Some(_) => self.counters.read_errors += 1,
+                None => self.counters.crc_errors += 1,
+            }
+        }
+        if lost && !self.node(idx).has(LOST) {
+            let why = match failed {
+                Some(error) => format!("reading it from the device failed: {error}"),
+                None => "its checksum does not match what is on the device".to_owned(),
+            };
+            if sealed && !self.node(idx).has(SLOT) {
+                self.lose(idx, &why);
             } else {
                 let path = self.tree.path(idx);
                 self.event(format!("bad block in {path}: {why}"));
             }
         }
-        if let Target::Around { span, from, len, reply } = target {
+        if let Target::Around { span, offset, from, len, reply } = target {
             self.around_bytes = self.around_bytes.saturating_sub(span.len() as u64);
-            let failed = !bad.is_empty();
             self.counters.read_around_bytes += len as u64;
-            self.reply(move || {
-                if failed {
-                    reply(Err(Errno::EIO));
-                } else {
-                    span.slice(from..from + len).with_bytes(|bytes| reply(Ok(bytes)));
-                }
-            });
+            if lost {
+                self.reply(move || reply(Err(Errno::EIO)));
+            } else if outdated {
+                let deadline = Instant::now() + self.settings.request_deadline;
+                self.hot_mut(idx).reads.push(PendingRead { offset, len, reply, deadline });
+                self.deadlines.push((deadline, group.id));
+            } else {
+                self.reply(move || span.slice(from..from + len).with_bytes(|bytes| reply(Ok(bytes))));
+            }
             if let Some(next) = self.around_waiting.pop_front() {
                 self.read_around(next);
             }
@@ -374,28 +419,9 @@ impl Store {
     fn finish_load(self: &Arc<Self>, group: &Group) {
         let Some(target) = group.target.lock().take() else { return };
         let failed = group.failed.lock().take();
-        let (bad, why): (Vec<usize>, String) = match failed {
-            Some(error) => {
-                self.with(|core| core.counters.read_errors += 1);
-                (
-                    group.checks.iter().map(|check| check.index).collect(),
-                    format!("reading it from the device failed: {error}"),
-                )
-            }
-            None => {
-                let bad: Vec<usize> = group
-                    .checks
-                    .iter()
-                    .filter(|check| crc_of(&check.parts) != check.crc)
-                    .map(|c| c.index)
-                    .collect();
-                if !bad.is_empty() {
-                    self.with(|core| core.counters.crc_errors += 1);
-                }
-                (bad, "its checksum does not match what is on the device".to_owned())
-            }
-        };
-        self.with(|core| core.loaded(group, target, &bad, &why));
+        let is_bad = |check: &&Check| failed.is_some() || crc_of(&check.parts) != check.crc;
+        let bad: Vec<usize> = group.checks.iter().filter(is_bad).map(|check| check.index).collect();
+        self.with(|core| core.loaded(group, target, &bad, failed.as_ref()));
     }
 }
 

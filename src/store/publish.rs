@@ -16,7 +16,9 @@ impl Core {
     pub fn complete(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
         match &hot.phase {
-            Phase::Private(private) if private.killed || private.parent == NONE => self.discard(idx),
+            Phase::Private(private) if private.killed || !private.opened || private.parent == NONE => {
+                self.discard(idx);
+            }
             Phase::Private(_) => {
                 if self.show(idx) {
                     self.seal(idx);

@@ -9,6 +9,7 @@ use super::core::HOLE;
 use super::node::{COMMITTED, Crcs, DURABLE, Detail, Dir, Extents, Idx, Kind, Node, NodeId, ROOT, SLOT};
 use super::tree::Tree;
 use crate::l2::record::{Put, Record};
+use crate::l2::volume::CatalogReader;
 use crate::l2::{Allocator, Extent};
 
 /// The state of a store as its catalog tells it.
@@ -28,17 +29,12 @@ pub struct Recovery {
     parents: Vec<(Idx, u64)>,
 }
 
-impl Recovery {
-    /// `blocks`: the size of each device's data.
-    pub fn new(blocks: impl Iterator<Item = u64>, uid: u32, gid: u32) -> Self {
-        let mut tree = Tree::default();
-        let mut root = Node::new(Detail::Dir(Box::default()), 0o755, uid, gid, super::core::now());
-        root.set(DURABLE | COMMITTED, true);
-        tree.nodes.insert(root);
-        Self { tree, allocators: blocks.map(Allocator::new).collect(), parents: Vec::new() }
+impl CatalogReader for Recovery {
+    fn devices(&mut self, data_blocks: &[u64]) {
+        self.allocators = data_blocks.iter().copied().map(Allocator::new).collect();
     }
 
-    pub fn visit(&mut self, record: Record) {
+    fn record(&mut self, record: Record) {
         match record {
             Record::Remove(id) => {
                 let id = NodeId(id);
@@ -51,6 +47,17 @@ impl Recovery {
                 self.tree.nodes.restore(id, node(*put));
             }
         }
+    }
+}
+
+impl Recovery {
+    /// An empty tree, whose root belongs to `uid` and `gid`.
+    pub fn new(uid: u32, gid: u32) -> Self {
+        let mut tree = Tree::default();
+        let mut root = Node::new(Detail::Dir(Box::default()), 0o755, uid, gid, super::core::now());
+        root.set(DURABLE | COMMITTED, true);
+        tree.nodes.insert(root);
+        Self { tree, allocators: Vec::new(), parents: Vec::new() }
     }
 
     /// Ties everything together.

@@ -1,7 +1,5 @@
 //! Room: in L1, on the device, and what leaves to make it (rules R7, R8).
 
-use std::time::Instant;
-
 use nix::errno::Errno;
 
 use super::change::Stop;
@@ -177,7 +175,6 @@ impl Core {
     /// Whole and never while open, leased, or not yet stored.
     fn may_evict(&mut self, idx: Idx) -> bool {
         debug_assert!(Recency::listed(&self.tree.nodes, idx));
-        let now = Instant::now();
         let memory_only = self.settings.memory_only;
         let node = self.node(idx);
         if node.kind() != Kind::File || node.has(LOST) || (!memory_only && !node.has(COMMITTED)) {
@@ -185,8 +182,7 @@ impl Core {
         }
         let Some(hot) = &node.hot else { return true };
         hot.sealed()
-            && hot.handles() == 0
-            && (hot.promised == 0 || hot.promised_until.is_some_and(|until| until < now))
+            && !hot.kept()
             && hot.pins == 0
             && hot.transfers == 0
             && hot.based == 0

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::Store;
+use super::change::Change;
+use super::change::Waiter;
 use super::core::Core;
 use super::node::{Idx, NodeId};
 
@@ -16,11 +18,6 @@ impl Core {
     fn due(&mut self, id: NodeId, now: Instant) {
         let Some(idx) = self.by_id(id) else { return };
         self.end_waits(idx, now);
-        let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
-        if hot.promised > 0 && hot.promised_until.is_some_and(|until| until <= now) {
-            hot.promised = 0;
-            self.close_if_done(idx);
-        }
     }
 
     fn end_waits(&mut self, idx: Idx, now: Instant) {
@@ -46,13 +43,23 @@ impl Core {
         }
     }
 
-    /// Changes that have waited too long: the device makes no progress any more.
+    /// Changes that have waited too long. As long as the devices take bytes, a slow device is all that is wrong, and
+    /// the writers' turn will come (rule R7); once they take none for a whole deadline, they have failed.
     fn end_changes(&mut self, now: Instant) {
-        while self.waiters.iter().any(|waiter| waiter.deadline <= now) {
-            let Some(at) = self.waiters.iter().position(|waiter| waiter.deadline <= now) else { return };
+        let (written, more) = (self.counters.writeback_bytes, self.settings.request_deadline);
+        let due = |waiter: &&mut Waiter| waiter.deadline <= now && waiter.written < written;
+        for waiter in self.waiters.iter_mut().filter(due) {
+            (waiter.written, waiter.deadline) = (written, now + more);
+        }
+        while let Some(at) = self.waiters.iter().position(|waiter| waiter.deadline <= now) {
             let Some(waiter) = self.waiters.remove(at) else { return };
             self.counters.timeouts += 1;
-            self.event("a write waited for room until its deadline".to_owned());
+            self.event(
+                "a write waited for room until its deadline, in which the devices took nothing".to_owned(),
+            );
+            if matches!(waiter.change, Change::Truncate { by_path: true, .. }) {
+                self.end_truncate(waiter.id);
+            }
             self.reply(move || waiter.change.fail(Errno::EIO));
             self.wakes.admission = true;
         }
@@ -81,6 +88,7 @@ impl Store {
             }
             if tend <= now {
                 core.end_changes(now);
+                core.end_expectations(now);
                 if !core.waiters.is_empty() {
                     core.wakes.admission = true;
                     core.wakes.writer = true;

@@ -146,6 +146,14 @@ impl Tree {
         self.privates.get(&(parent, Box::from(name))).map_or(&[], SmallVec::as_slice)
     }
 
+    /// All private names of one directory.
+    pub fn privates_in(&self, parent: Idx) -> impl Iterator<Item = (Idx, &[u8])> {
+        self.privates
+            .iter()
+            .filter(move |((dir, _), _)| *dir == parent)
+            .flat_map(|((_, name), all)| all.iter().map(move |idx| (*idx, &**name)))
+    }
+
     pub fn private_count(&self) -> usize {
         self.privates.len()
     }
@@ -261,7 +269,7 @@ mod tests {
     #[test]
     fn the_namespace_is_the_directory_below_the_root() {
         let mut tree = tree();
-        let mut dir = || Node::new(Detail::Dir(Box::<Dir>::default()), 0o755, 0, 0, 0);
+        let dir = || Node::new(Detail::Dir(Box::<Dir>::default()), 0o755, 0, 0, 0);
         let (a, b) = (tree.nodes.insert(dir()), tree.nodes.insert(dir()));
         tree.link(a, ROOT, b"a");
         tree.link(b, a, b"b");

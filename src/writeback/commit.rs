@@ -95,6 +95,21 @@ impl Core {
                 Work::File(id) => {
                     let Some(idx) = self.by_id(id) else { continue };
                     let stored = entry.state == State::Written && self.is_wanted(idx);
+                    if stored && self.hot_mut(idx).sealed() && self.hot_mut(idx).dirty_blocks() {
+                        // A record must never name less than the whole file.
+                        debug_assert!(false, "an entry was taken for stored with blocks in memory only");
+                        log::error!(
+                            "{} is not wholly on the device; it is stored again",
+                            self.tree.path(idx)
+                        );
+                        self.hot_mut(idx).write_back = WriteBack::None;
+                        let seq = self.store_soon(idx);
+                        self.hot_mut(idx)
+                            .fsyncs
+                            .iter_mut()
+                            .for_each(|(wanted, _)| *wanted = (*wanted).max(seq));
+                        continue;
+                    }
                     let hot = self.hot_mut(idx);
                     if hot.write_back == WriteBack::Queued(entry.seq) {
                         hot.write_back = WriteBack::None;

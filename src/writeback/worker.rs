@@ -114,15 +114,20 @@ impl Core {
             (0..hot.blocks.len() as u32).filter(|&index| hot.blocks[index as usize].dirty).collect()
         });
         let limit = if sealed { usize::MAX } else { COPIED_BLOCKS };
-        let mut now = Vec::new();
+        let (mut now, mut busy) = (Vec::new(), VecDeque::new());
         while now.len() < limit
             && let Some(index) = todo.pop_front()
         {
-            let block = self.hot_mut(idx).blocks.get(index as usize);
-            if block.is_some_and(|block| block.dirty && block.io == BlockIo::Idle && !block.mem.is_none()) {
-                now.push(index as usize);
+            match self.hot_mut(idx).blocks.get(index as usize) {
+                Some(block) if block.dirty && !block.mem.is_none() => match block.io {
+                    BlockIo::Idle => now.push(index as usize),
+                    // An older version of it is on its way (a spill, or an entry before this one).
+                    _ => busy.push_back(index),
+                },
+                _ => {}
             }
         }
+        todo.append(&mut busy);
         if !sealed && !now.is_empty() && self.hot_mut(idx).pins > 0 {
             // Somebody is copying into it; a copy taken now could be torn.
             now.iter().rev().for_each(|&index| todo.push_front(index as u32));
@@ -132,21 +137,14 @@ impl Core {
             return Started::NoRoom;
         }
         if now.is_empty() {
-            let busy = self.hot_mut(idx).blocks.iter().any(|block| matches!(block.io, BlockIo::Writing(_)));
-            let entry_state = self.queue.get(seq).map(|entry| entry.state);
-            if let Some(entry) = self.queue.get_mut(seq) {
-                entry.todo = Some(VecDeque::new());
+            let done = todo.is_empty();
+            let Some(entry) = self.queue.get_mut(seq) else { return Started::Nothing };
+            entry.todo = Some(todo);
+            if !done {
+                return Started::NoRoom;
             }
-            match entry_state {
-                Some(State::Writing(left)) if left > 0 => {}
-                // A spill of the same blocks is out; it ends this entry's wait when it comes back.
-                _ if busy => {
-                    if let Some(entry) = self.queue.get_mut(seq) {
-                        entry.todo = None;
-                    }
-                    return Started::NoRoom;
-                }
-                _ => self.set_state(seq, State::Written),
+            if !matches!(entry.state, State::Writing(left) if left > 0) {
+                self.set_state(seq, State::Written);
             }
             return Started::Nothing;
         }
@@ -283,26 +281,27 @@ impl Core {
         let durable = self.node(idx).has(DURABLE);
         for piece in job.blocks {
             let hot = self.hot_mut(idx);
-            let same = match hot.blocks.get_mut(piece.index) {
-                Some(block) => {
-                    if matches!(block.io, BlockIo::Writing(_)) {
-                        block.io = BlockIo::Idle;
+            let block = hot.blocks.get_mut(piece.index);
+            // A block that was cut off, or cut off and written anew, is not the one that was on its way.
+            let block = block.filter(|block| block.io == BlockIo::Writing(piece.version));
+            if let Some(block) = block {
+                block.io = BlockIo::Idle;
+                if error.is_none() {
+                    let old = std::mem::replace(&mut block.place, piece.place);
+                    block.place_crc = piece.crc;
+                    // If it was changed meanwhile, an fsync before the change has what it wanted, and it stays dirty.
+                    if block.version == piece.version {
+                        block.dirty = false;
+                        block.crc = piece.crc;
+                        let charge = std::mem::take(&mut block.charge);
+                        let reserved = std::mem::take(&mut block.reserved);
+                        self.uncharge(charge, reserved);
                     }
-                    block.version == piece.version && block.dirty
+                    self.retire_place(idx, job.device, durable, old);
+                    continue;
                 }
-                None => false,
-            };
-            if !same || error.is_some() {
-                self.free_extents(job.device, &piece.place);
-                continue;
             }
-            let block = &mut self.hot_mut(idx).blocks[piece.index];
-            block.dirty = false;
-            block.crc = piece.crc;
-            let old = std::mem::replace(&mut block.place, piece.place);
-            let (charge, reserved) = (std::mem::take(&mut block.charge), std::mem::take(&mut block.reserved));
-            self.uncharge(charge, reserved);
-            self.retire_place(idx, job.device, durable, old);
+            self.free_extents(job.device, &piece.place);
         }
         self.counters.writeback_bytes += job.bytes;
         match error {

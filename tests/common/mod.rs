@@ -6,6 +6,8 @@
 #![allow(dead_code, reason = "each test uses its part")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
 
+pub mod run;
+
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};

@@ -116,7 +116,7 @@ impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} is not available ({}): {}, or choose the thread engine",
+            "{} is not available ({}): {}, or use --l2-engine threads",
             self.what,
             self.error,
             self.remedy()

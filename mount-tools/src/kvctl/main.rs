@@ -1,0 +1,132 @@
+//! `kvctl`: what a person does with a kvcachefs mount, in one program.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+use kvcachefs::config::usage_error;
+use kvcachefs::error::{Error, Result};
+use kvcachefs::units::Period;
+
+#[path = "../program.rs"]
+mod program;
+mod show;
+mod umount;
+mod users;
+
+/// Mounts, unmounts and looks into kvcachefs file systems.
+#[derive(Parser)]
+#[command(name = "kvctl", version, max_term_width = 100, disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Cmd,
+}
+
+#[derive(Subcommand)]
+enum Cmd {
+    /// Mount in the background; returns when the mount works. Options are those of `kvcachefs mount`.
+    #[command(disable_help_flag = true)]
+    Mount {
+        /// As after `kvcachefs mount`; --help lists them.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTION | MOUNTPOINT")]
+        args: Vec<OsString>,
+    },
+    /// Store everything, unmount, and wait for the daemon to end.
+    #[command(visible_alias = "unmount")]
+    Umount {
+        /// The directory on which the file system is mounted.
+        mountpoint: PathBuf,
+        /// Detach now, though files are open. The daemon ends when the last of them is closed.
+        #[arg(short = 'l', long)]
+        lazy: bool,
+        /// How long to wait for what is not yet stored, and then for the daemon.
+        #[arg(short = 't', long, value_name = "TIME", default_value = "60s")]
+        timeout: Period,
+    },
+    /// Show how a mount is doing, or all of them.
+    Status {
+        mountpoint: Option<PathBuf>,
+        /// For programs: an array with one object for each mount.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print the counters of a mount, one a line.
+    Stats { mountpoint: Option<PathBuf> },
+    /// Print what has happened on a mount.
+    Events {
+        mountpoint: Option<PathBuf>,
+        /// Go on until it is unmounted.
+        #[arg(short = 'f', long)]
+        follow: bool,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(shown) if matches!(shown.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+            return if shown.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        }
+        Err(error) => return failed(&understood(&error)),
+    };
+    match act(cli.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => failed(&error),
+    }
+}
+
+fn failed(error: &Error) -> ExitCode {
+    eprintln!("kvctl: {error}");
+    ExitCode::FAILURE
+}
+
+/// The daemon's words for a wrong command line, with this program's remedies.
+fn understood(error: &clap::Error) -> Error {
+    const COMMANDS: &str = "use mount, umount, status, stats or events";
+    match error.kind() {
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            Error::new("kvctl", "no command given").remedy(COMMANDS)
+        }
+        ErrorKind::InvalidSubcommand => usage_error(error).remedy(COMMANDS),
+        ErrorKind::UnknownArgument => usage_error(error).remedy("kvctl --help shows how"),
+        _ => usage_error(error),
+    }
+}
+
+fn act(command: Cmd) -> Result<()> {
+    match command {
+        Cmd::Mount { args } => {
+            let program = program::daemon()?;
+            let error = Command::new(&program).args(["mount", "--daemon"]).args(args).exec();
+            Err(Error::caused_by(program.display(), error))
+        }
+        Cmd::Umount { mountpoint, lazy, timeout } => umount::run(&mountpoint, lazy, timeout.0),
+        Cmd::Status { mountpoint, json } => show::status(mountpoint.as_deref(), json),
+        Cmd::Stats { mountpoint } => show::file(mountpoint.as_deref(), "stats"),
+        Cmd::Events { mountpoint, follow } => show::events(mountpoint.as_deref(), follow),
+    }
+}
+
+/// Writes to standard output. Whoever closes it early (`| head`) has seen enough.
+fn print(text: &[u8]) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        answer => answer.map_err(|error| Error::caused_by("standard output", error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

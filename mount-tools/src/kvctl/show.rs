@@ -1,0 +1,166 @@
+//! Showing what the control files say, without being held up by a mount whose daemon does not answer.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kvcachefs::error::{Error, Result};
+use kvcachefs::mount::{self, Entry, Life};
+use serde_json::{Map, Value, json};
+
+use crate::print;
+
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+const FOLLOW_EVERY: Duration = Duration::from_millis(200);
+
+/// Prints the status of one mount or of all.
+///
+/// # Errors
+/// There is none, or one of them is dead or silent; the others are shown all the same.
+pub fn status(mountpoint: Option<&Path>, as_json: bool) -> Result<()> {
+    let entries = match mountpoint {
+        Some(dir) => vec![ours(dir)?],
+        None => all()?,
+    };
+    let mut objects = Vec::new();
+    let mut failures = Vec::new();
+    for (at, entry) in entries.iter().enumerate() {
+        let dir = entry.mountpoint.display();
+        let source = entry.source.to_string_lossy();
+        let text = read(&entry.mountpoint, if as_json { "stats" } else { "status" });
+        if as_json {
+            let stats = text.as_ref().map(|text| numbers(text)).unwrap_or_default();
+            objects.push(json!({
+                "mountpoint": dir.to_string(),
+                "source": source,
+                "alive": text.is_ok(),
+                "stats": stats,
+            }));
+        } else if let Ok(text) = &text {
+            let gap = if at == 0 { "" } else { "\n" };
+            print(format!("{gap}{dir} ({source})\n{text}").as_bytes())?;
+        }
+        failures.extend(text.err());
+    }
+    if as_json {
+        print(format!("{:#}\n", Value::Array(objects)).as_bytes())?;
+    } else if entries.is_empty() {
+        return Err(none());
+    }
+    // Each is one line; the last is said by whoever called us.
+    let last = failures.pop();
+    failures.iter().for_each(|failure| eprintln!("kvctl: {failure}"));
+    last.map_or(Ok(()), Err)
+}
+
+/// Prints a control file of the given mount, or of the only one.
+///
+/// # Errors
+/// It is unclear which mount is meant, or it does not answer.
+pub fn file(mountpoint: Option<&Path>, name: &'static str) -> Result<()> {
+    print(read(&one(mountpoint)?.mountpoint, name)?.as_bytes())
+}
+
+/// Prints the events so far and, if `follow`, those to come.
+///
+/// # Errors
+/// As [`file`].
+pub fn events(mountpoint: Option<&Path>, follow: bool) -> Result<()> {
+    let dir = one(mountpoint)?.mountpoint;
+    let mut offset = 0;
+    loop {
+        // Opened anew each time: a file that stays open would keep the mount from being unmounted.
+        let file = dir.join(".ctl/events");
+        let text = match answer(&dir, move || from(&file, offset)) {
+            Ok(text) => text,
+            Err(_) if follow && offset > 0 && gone(&dir) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        offset += text.len() as u64;
+        // What has been forgotten reads as blanks.
+        let start = if text.starts_with(b" ") {
+            text.iter().position(|byte| *byte == b'\n').map_or(text.len(), |at| at + 1)
+        } else {
+            0
+        };
+        print(&text[start..])?;
+        if !follow {
+            return Ok(());
+        }
+        std::thread::sleep(FOLLOW_EVERY);
+    }
+}
+
+fn from(file: &Path, offset: u64) -> io::Result<Vec<u8>> {
+    let mut file = File::open(file)?;
+    file.seek(SeekFrom::Start(offset))?;
+    let mut text = Vec::new();
+    file.read_to_end(&mut text)?;
+    Ok(text)
+}
+
+/// Unmounted, or its daemon is no more: the end of what can be followed.
+fn gone(dir: &Path) -> bool {
+    ours(dir).is_err() || mount::life(dir) == Life::Dead
+}
+
+fn all() -> Result<Vec<Entry>> {
+    let mut entries: Vec<Entry> = mount::mounts()?.into_iter().filter(Entry::is_ours).collect();
+    entries.dedup_by(|a, b| a.mountpoint == b.mountpoint);
+    Ok(entries)
+}
+
+fn none() -> Error {
+    Error::new("kvcachefs", "none is mounted").remedy("mount one: kvctl mount --l1 4GiB DIR")
+}
+
+fn ours(dir: &Path) -> Result<Entry> {
+    let real = mount::real_path(dir);
+    mount::mounted_on(&real)?.filter(Entry::is_ours).ok_or_else(|| {
+        Error::new(dir.display(), "no kvcachefs is mounted there").remedy("kvctl status lists the mounts")
+    })
+}
+
+fn one(mountpoint: Option<&Path>) -> Result<Entry> {
+    if let Some(dir) = mountpoint {
+        return ours(dir);
+    }
+    let mut entries = all()?;
+    match entries.len() {
+        0 => Err(none()),
+        1 => Ok(entries.remove(0)),
+        n => {
+            Err(Error::new("MOUNTPOINT", format!("{n} are mounted"))
+                .remedy("name one; kvctl status lists them"))
+        }
+    }
+}
+
+fn read(dir: &Path, name: &'static str) -> Result<String> {
+    let file = dir.join(".ctl").join(name);
+    answer(dir, move || fs::read_to_string(file))
+}
+
+fn answer<T: Send + 'static>(dir: &Path, ask: impl FnOnce() -> io::Result<T> + Send + 'static) -> Result<T> {
+    let shown: PathBuf = dir.to_owned();
+    let shown = shown.display();
+    match mount::within(ANSWER_LIMIT, ask) {
+        Some(Ok(text)) => Ok(text),
+        Some(Err(error)) if mount::life(dir) == Life::Dead => Err(Error::caused_by(&shown, error)
+            .remedy(format!("its daemon is gone; mount again or detach it: kvctl umount {shown}"))),
+        Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => {
+            Err(Error::caused_by(&shown, error)
+                .remedy("ask as the user who mounted, or mount with allow_other"))
+        }
+        Some(Err(error)) => Err(Error::caused_by(&shown, error)),
+        None => Err(Error::new(&shown, format!("no answer within {ANSWER_LIMIT:?}"))
+            .remedy(format!("end its daemon, or detach it: kvctl umount --lazy {shown}"))),
+    }
+}
+
+/// `key value` lines as a JSON object.
+fn numbers(text: &str) -> Map<String, Value> {
+    let pairs = text.lines().filter_map(|line| line.split_once(' '));
+    pairs.filter_map(|(key, value)| Some((key.to_owned(), Value::from(value.parse::<u64>().ok()?)))).collect()
+}

@@ -1,0 +1,271 @@
+//! Looking again: what an open that was answered with ESTALE finds the second time (rule R3b).
+//!
+//! The kernel answers ESTALE once by looking the name up again; a second ESTALE reaches the user. Between that lookup
+//! and the open that follows, the name may get another version, once more, by somebody else. So whoever is sent to
+//! look again is remembered with the name and with what it wants to do, its next lookup of that name makes what it
+//! needs, and that is kept for it until its open arrives: even if the name has moved on by then, as if the open had
+//! come a moment earlier.
+//!
+//! The inode number that failed may be that of a version which is gone. Its name is remembered for a while, too.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use smallvec::SmallVec;
+
+use super::core::Core;
+use super::hot::Phase;
+use super::node::{Idx, Kind, NAMED, NodeId, ROOT, SLOT};
+use super::process::Caller;
+
+/// How long somebody is expected. An open that was sent to look again comes back within microseconds; a process that
+/// was stopped in between may get ESTALE.
+const EXPECTED: Duration = Duration::from_secs(10);
+/// The kernel asks whether the name still means the same, then what it means instead, and starts over when somebody
+/// else was told something else meanwhile. An end there must be: whoever gave up shall not see what was made for it.
+const LOOKUPS: u8 = 32;
+/// Names remembered of versions that are gone.
+const GONE_MAX: usize = 4096;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Intent {
+    Read,
+    Write,
+    Truncate,
+}
+
+impl Intent {
+    pub fn of(flags: i32) -> Self {
+        match flags & libc::O_ACCMODE {
+            _ if flags & libc::O_TRUNC != 0 => Self::Truncate,
+            libc::O_RDONLY => Self::Read,
+            _ => Self::Write,
+        }
+    }
+}
+
+/// Somebody who was sent to look again.
+#[derive(Debug)]
+pub struct Expected {
+    caller: Caller,
+    tgid: u32,
+    parent: NodeId,
+    name: Box<[u8]>,
+    intent: Intent,
+    until: Instant,
+    lookups: u8,
+    /// What its lookups found, kept for it.
+    found: SmallVec<[NodeId; 2]>,
+}
+
+impl Expected {
+    pub fn found(&self, id: NodeId) -> bool {
+        self.found.contains(&id)
+    }
+
+    /// Threads that cannot be told apart are known by what they want.
+    fn is(&self, caller: &Caller, intent: Option<Intent>) -> bool {
+        self.caller.tid == caller.tid
+            && self.caller.uid == caller.uid
+            && (caller.tid != 0 || intent.is_none_or(|intent| self.intent == intent))
+    }
+}
+
+/// What versions were called that have no name any more.
+#[derive(Default, Debug)]
+pub struct Gone {
+    names: HashMap<u64, (NodeId, Box<[u8]>)>,
+    order: VecDeque<u64>,
+}
+
+impl Gone {
+    fn push(&mut self, ino: u64, parent: NodeId, name: &[u8]) {
+        if self.names.insert(ino, (parent, name.into())).is_none() {
+            self.order.push_back(ino);
+        }
+        if self.order.len() > GONE_MAX
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.names.remove(&oldest);
+        }
+    }
+}
+
+impl Core {
+    /// Remembers what `idx` was called.
+    pub fn remember_name(&mut self, idx: Idx) {
+        let node = self.node(idx);
+        if node.kind() != Kind::File {
+            return;
+        }
+        let (own, shown) = (self.id(idx).0, self.ino(idx));
+        let (parent, name) = (self.id(self.node(idx).parent), self.node(idx).name.clone());
+        self.gone.push(own, parent, &name);
+        if shown != own {
+            self.gone.push(shown, parent, &name);
+        }
+    }
+
+    /// The node behind an inode number, or the version that has its name now: what asks for attributes before it opens
+    /// must not use up the one time that ESTALE is answered.
+    pub fn resolve_current(&self, ino: u64) -> Result<Idx, Errno> {
+        self.resolve(ino).or_else(|errno| {
+            let (parent, name) = self.gone.names.get(&ino).ok_or(errno)?;
+            let parent = self.by_id(*parent).ok_or(errno)?;
+            self.tree.child(parent, name).filter(|&idx| self.node(idx).kind() == Kind::File).ok_or(errno)
+        })
+    }
+
+    /// The answer to an open of a version that is gone.
+    pub fn gone(&mut self, ino: u64, intent: Intent, caller: &Caller, tgid: u32) -> Errno {
+        match self.gone.names.get(&ino).cloned() {
+            Some((parent, name)) => self.send_again(parent, &name, intent, caller, tgid),
+            None => Errno::ESTALE,
+        }
+    }
+
+    /// ESTALE, with somebody to expect.
+    pub fn send_again(
+        &mut self,
+        parent: NodeId,
+        name: &[u8],
+        intent: Intent,
+        caller: &Caller,
+        tgid: u32,
+    ) -> Errno {
+        if caller.tid != 0
+            && let Some(at) = self.expected.iter().position(|expected| expected.is(caller, None))
+        {
+            let old = self.expected.swap_remove(at);
+            self.give_up(old);
+        }
+        self.expected.push(Expected {
+            caller: *caller,
+            tgid,
+            parent,
+            name: name.into(),
+            intent,
+            until: Instant::now() + EXPECTED,
+            lookups: 0,
+            found: SmallVec::new(),
+        });
+        Errno::ESTALE
+    }
+
+    /// The lookup of somebody who was sent to look again. None: it finds what everybody finds.
+    pub fn look_again(&mut self, parent: Idx, name: &[u8], caller: &Caller) -> Option<Idx> {
+        if self.expected.is_empty() {
+            return None;
+        }
+        let dir = self.id(parent);
+        let at = self.expected.iter().position(|expected| {
+            expected.is(caller, None) && expected.parent == dir && *expected.name == *name
+        })?;
+        let mut expected = self.expected.swap_remove(at);
+        if expected.lookups == LOOKUPS {
+            // It has come and gone without opening anything.
+            self.give_up(expected);
+            return None;
+        }
+        expected.lookups += 1;
+        let idx = self.made_for(&expected, parent, name);
+        if let Some(idx) = idx {
+            let id = self.id(idx);
+            if !expected.found(id) {
+                let hot = self.hot_mut(idx);
+                match expected.intent {
+                    Intent::Read => hot.held += 1,
+                    Intent::Write | Intent::Truncate => hot.promised += 1,
+                }
+                expected.found.push(id);
+                self.tidy(idx);
+            }
+        }
+        self.expected.push(expected);
+        idx
+    }
+
+    fn made_for(&mut self, expected: &Expected, parent: Idx, name: &[u8]) -> Option<Idx> {
+        let visible = self.tree.child(parent, name).filter(|&idx| self.node(idx).kind() == Kind::File);
+        let mine = expected.found.iter().rev().find_map(|&id| self.by_id(id));
+        if let Some(idx) = mine
+            && (Some(idx) == visible || self.hot(idx).is_some_and(|hot| hot.private().is_some()))
+        {
+            return Some(idx);
+        }
+        let visible = visible?;
+        let posix = self.tree.posix(parent);
+        let node = self.node(visible);
+        let (slot, size) = (node.has(SLOT), node.size);
+        let hot = self.hot_mut(visible);
+        let (sealed, passthrough) = (hot.sealed(), hot.passthrough_handles() > 0);
+        match expected.intent {
+            Intent::Read => Some(visible),
+            Intent::Write if sealed && (passthrough || (!posix && !slot && size > 0)) => {
+                self.copy_on_write(visible).ok()
+            }
+            Intent::Write => Some(visible),
+            Intent::Truncate if posix && !passthrough => Some(visible),
+            Intent::Truncate => self.empty_version(visible, &expected.caller, expected.tgid).ok(),
+        }
+    }
+
+    /// The open that was expected, if this is one.
+    pub fn arrived(&mut self, ino: u64, intent: Intent, caller: &Caller) -> Option<Expected> {
+        if self.expected.is_empty() {
+            return None;
+        }
+        let id = self.resolve(ino).map(|idx| self.id(idx));
+        let at = self.expected.iter().position(|expected| {
+            expected.is(caller, Some(intent)) && (caller.tid != 0 || id.is_ok_and(|id| expected.found(id)))
+        })?;
+        Some(self.expected.swap_remove(at))
+    }
+
+    /// What was kept for somebody is not needed any longer.
+    pub fn give_up(&mut self, expected: Expected) {
+        for id in expected.found {
+            let Some(idx) = self.by_id(id) else { continue };
+            let hot = self.hot_mut(idx);
+            let kept = match expected.intent {
+                Intent::Read => &mut hot.held,
+                Intent::Write | Intent::Truncate => &mut hot.promised,
+            };
+            *kept = kept.saturating_sub(1);
+            self.close_if_done(idx);
+        }
+    }
+
+    /// Those who did not come in time.
+    pub fn end_expectations(&mut self, now: Instant) {
+        while let Some(at) = self.expected.iter().position(|expected| expected.until <= now) {
+            let late = self.expected.swap_remove(at);
+            self.give_up(late);
+        }
+    }
+
+    /// A private version, empty, that will take the place of `visible`.
+    pub fn empty_version(&mut self, visible: Idx, caller: &Caller, tgid: u32) -> Result<Idx, Errno> {
+        let node = self.node(visible);
+        let (parent, name) = match node.hot.as_ref().map(|hot| &hot.phase) {
+            Some(Phase::Private(private)) => (private.parent, private.name.clone()),
+            _ => (node.parent, node.name.clone()),
+        };
+        let (mode, owner, xattrs) = (u32::from(node.mode), (node.uid, node.gid), node.xattrs.clone());
+        let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
+        self.node_mut(new).xattrs = xattrs;
+        Ok(new)
+    }
+
+    /// The directory and name that a node has, or will have once it is published.
+    pub fn place_of(&self, idx: Idx) -> Option<(NodeId, Box<[u8]>)> {
+        let node = self.node(idx);
+        let (parent, name) = match self.hot(idx).and_then(|hot| hot.private()) {
+            Some(private) => (private.parent, &private.name),
+            None => (node.parent, &node.name),
+        };
+        let dir = self.tree.nodes.get(parent)?;
+        (parent == ROOT || dir.has(NAMED)).then(|| (self.id(parent), name.clone()))
+    }
+}

@@ -1,0 +1,309 @@
+//! Bad input: each one line on standard error that names the thing and the remedy, and exit code 1. Nothing is left
+//! mounted and nothing overwritten.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::run::{Outcome, is_running, kvcachefs, mounts_on, run, wait_until};
+use common::{Mount, bytes, memory_only};
+
+/// A directory with a mount point and room for stores.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        let dir = tempfile::Builder::new().prefix("kvcachefs-errors-").tempdir().unwrap();
+        fs::create_dir(dir.path().join("mnt")).unwrap();
+        Self(dir)
+    }
+
+    fn at(&self, name: &str) -> String {
+        self.0.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn mnt(&self) -> String {
+        self.at("mnt")
+    }
+
+    fn write(&self, name: &str, text: &str) -> String {
+        fs::write(self.at(name), text).unwrap();
+        self.at(name)
+    }
+
+    /// `kvcachefs mount ARGS... MNT`, quiet but for errors.
+    fn mount(&self, args: &[&str]) -> Outcome {
+        run(kvcachefs(["mount", "--log-level=error"]).args(args).arg(self.mnt()))
+    }
+
+    fn refuses(&self, args: &[&str], parts: &[&str]) {
+        self.mount(args).expect_refusal(parts);
+        assert_eq!(mounts_on(Path::new(&self.mnt())), 0, "{args:?}: mounted");
+    }
+}
+
+#[test]
+fn wrong_words() {
+    let place = Place::new();
+    place.refuses(&["--l3=1GiB"], &["--l3", "unknown option", "mount --help"]);
+    place.refuses(&["--cache-size=1GiB"], &["--cache-size", "unknown option", "mount --help"]);
+    place.refuses(&["--dirty-limits=1GiB"], &["--dirty-limits", "did you mean --dirty-limit"]);
+    place.refuses(&["-o", "ro,bogus=1"], &["-o", "bogus", "unknown option"]);
+    place.refuses(&["--evict=fifo"], &["--evict", "fifo", "use lru or none"]);
+    place.refuses(&["--threads=many"], &["--threads", "many"]);
+    place.refuses(&["--threads=1000"], &["--threads", "1000", "give 2 to 64"]);
+    place.refuses(&["--l1=1GiB", "--l1=2GiB"], &["--l1", "given twice", "give it once"]);
+    run(&mut kvcachefs(["mnt"])).expect_refusal(&["mnt", "unknown command", "use mount, umount or version"]);
+    run(&mut kvcachefs::<&str>([])).expect_refusal(&["no command", "use mount, umount or version"]);
+    run(&mut kvcachefs(["mount"])).expect_refusal(&["MOUNTPOINT", "missing"]);
+    run(&mut kvcachefs(["umount"])).expect_refusal(&["MOUNTPOINT"]);
+    run(&mut kvcachefs(["umount", "/proc"])).expect_refusal(&["/proc", "type proc", "use umount"]);
+    run(&mut kvcachefs(["umount", &place.mnt()])).expect_refusal(&[&place.mnt(), "no kvcachefs is mounted"]);
+}
+
+#[test]
+fn sizes_and_times() {
+    let place = Place::new();
+    let store = format!("--l2={}:", place.at("store"));
+    place.refuses(&["--l1=4"], &["--l1", "'4' has no unit", "4GiB"]);
+    place.refuses(&["--l1=4GiBB"], &["--l1", "4GiBB"]);
+    place.refuses(&["--l1=-1GiB"], &["--l1", "-1GiB"]);
+    place.refuses(&["--l1=1MiB"], &["--l1", "1MiB", "give at least 64MiB"]);
+    place.refuses(&[&format!("{store}200")], &["--l2", "'200' has no unit", "200GiB"]);
+    place.refuses(&[&format!("{store}1MiB")], &["store", "1MiB is too small", "16MiB"]);
+    place.refuses(&["--slab-rest=5"], &["--slab-rest", "'5' has no unit", "5s"]);
+    place.refuses(&["--l1=64MiB", "--dirty-limit=64MiB"], &["--dirty-limit", "64MiB of L1", "give less"]);
+    place.refuses(&["--small-file-max=1MiB"], &["--small-file-max", "1MiB", "256KiB"]);
+    place.refuses(&["--queue-depth=100000"], &["--queue-depth", "100000", "give 1 to"]);
+    assert!(!Path::new(&place.at("store")).exists(), "a store was made");
+}
+
+#[test]
+fn more_memory_than_there_is() {
+    let place = Place::new();
+    place.refuses(&["--l1=900TiB"], &["--l1", "900TiB", "memory available", "give less"]);
+    let lines = place.mount(&["-o", "l1=900TiB"]);
+    lines.expect_refusal(&["900TiB"]);
+}
+
+#[test]
+fn stores_larger_than_their_device() {
+    let place = Place::new();
+    let l2 = |size: &str| format!("--l2={}:{size}", place.at("store"));
+    place.refuses(&["--l1=64MiB", &l2("900TiB")], &["store", "are free there", "smaller size"]);
+    assert!(!Path::new(&place.at("store")).exists(), "a store was made");
+
+    let device = LoopDevice::new(&place, 64 << 20);
+    let l2 = format!("--l2={}:1GiB", device.0);
+    place.refuses(&["--l1=64MiB", &l2], &[&device.0, "the device holds only 64.0 MiB", "smaller size"]);
+}
+
+struct LoopDevice(String);
+
+impl LoopDevice {
+    fn new(place: &Place, size: u64) -> Self {
+        let file = place.at("disk");
+        fs::File::create(&file).unwrap().set_len(size).unwrap();
+        let out = run(Command::new("losetup").args(["--find", "--show"]).arg(&file)).expect_success();
+        Self(out.stdout.trim().to_owned())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn paths_that_are_not_what_they_should_be() {
+    let place = Place::new();
+    let file = place.write("file", "precious");
+    let missing = place.at("missing");
+    let at = |path: &str| run(&mut kvcachefs(["mount", "--log-level=error", "--l1=64MiB", path]));
+    at(&missing).expect_refusal(&[&missing, "does not exist", "mkdir -p"]);
+    at(&file).expect_refusal(&[&file, "is not a directory"]);
+
+    let l2 = |path: &str| format!("--l2={path}");
+    place.refuses(&[&l2(&format!("{missing}/store:64MiB"))], &["--l2", &missing, "mkdir -p"]);
+    place.refuses(&[&l2(&missing)], &["--l2", &missing, "does not exist", "give a size"]);
+    place.refuses(&[&l2(&place.mnt())], &["--l2", &place.mnt(), "is a directory", "name a file in it"]);
+    place.refuses(&[&l2("/dev/null")], &["--l2", "/dev/null", "neither a file nor a block device"]);
+    place.refuses(&[&l2(&file)], &["--l2", &file, "too few for a store"]);
+    let foreign = place.write("foreign", &"somebody's own bytes ".repeat(1 << 20));
+    place.refuses(&["--l1=64MiB", &l2(&foreign)], &[&foreign, "not a kvcachefs store", "--format"]);
+    assert!(fs::read_to_string(&foreign).unwrap().starts_with("somebody's own"), "overwritten");
+    let twice = l2(&format!("{}:64MiB", place.at("s")));
+    place.refuses(&[&twice, &twice], &["--l2", "given twice"]);
+    place.refuses(&["--format"], &["--format", "no L2", "--l2 PATH:SIZE"]);
+    place.refuses(&["--l1=64MiB", "--log-file=/nowhere/log"], &["--log-file", "/nowhere/log"]);
+    place.refuses(&["--l1=64MiB", "--pid-file=/nowhere/pid"], &["--pid-file", "/nowhere/pid"]);
+}
+
+#[test]
+fn a_store_in_use_and_a_mount_point_that_is_busy() {
+    let mut mount = Mount::new();
+    let place = Place::new();
+    if !memory_only() {
+        let stores = mount.stores();
+        let stores: Vec<_> = stores.iter().map(String::as_str).collect();
+        place.refuses(&[&["--l1=64MiB"], stores.as_slice()].concat(), &["in use", "another"]);
+        let format = [&["--l1=64MiB", "--format"], stores.as_slice()].concat();
+        place.refuses(&format, &["in use", "another"]);
+    }
+    let dir = mount.path().to_str().unwrap().to_owned();
+    let said = run(&mut kvcachefs(["mount", "--l1=64MiB", "--log-level=error", &dir]));
+    said.expect_refusal(&[&dir, "busy", "mounted here already", &format!("kvcachefs umount {dir}")]);
+    assert_eq!(mounts_on(mount.path()), 1);
+    fs::write(mount.at("f"), bytes(1, 100)).unwrap();
+    assert!(fs::read(mount.at("f")).unwrap() == bytes(1, 100), "the first mount is unharmed");
+}
+
+#[test]
+fn a_mount_whose_daemon_is_stopped_is_busy_and_nobody_hangs() {
+    let mount = Mount::new();
+    mount.signal(nix::sys::signal::Signal::SIGSTOP);
+    let dir = mount.path().to_str().unwrap().to_owned();
+    let said = run(&mut kvcachefs(["mount", "--l1=64MiB", "--log-level=error", &dir]));
+    mount.signal(nix::sys::signal::Signal::SIGCONT);
+    said.expect_refusal(&[&dir, "busy", "does not answer", "umount --lazy"]);
+}
+
+#[test]
+fn a_stale_mount_point_is_recognised_and_replaced() {
+    let mut mount = Mount::new();
+    fs::write(mount.at("f"), bytes(1, 1 << 20)).unwrap();
+    mount.drain();
+    mount.signal(nix::sys::signal::Signal::SIGKILL);
+    mount.ended();
+    let error = fs::read_dir(mount.path()).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN), "the mount is dead");
+    assert_eq!(mounts_on(mount.path()), 1);
+    mount.start();
+    assert!(mount.log().contains("dead kvcachefs mount"), "{}", mount.log());
+    assert_eq!(mounts_on(mount.path()), 1, "the dead mount is below the new one");
+    if !memory_only() {
+        assert!(fs::read(mount.at("f")).unwrap() == bytes(1, 1 << 20));
+    }
+}
+
+#[test]
+fn no_fuse_device() {
+    let place = Place::new();
+    let missing = place.at("fuse");
+    place.refuses(&[&format!("--fuse-device={missing}")], &[&missing, "modprobe fuse"]);
+    let file = place.write("no-device", "");
+    place.refuses(&["--l1=64MiB", &format!("--fuse-device={file}")], &["--fuse-device"]);
+    // As in a container that was not given the device.
+    let script = format!(
+        "mount -t tmpfs none /dev && exec {} mount --l1=64MiB --log-level=error {}",
+        common::binary().display(),
+        place.mnt()
+    );
+    let said = run(Command::new("unshare").args(["--mount", "sh", "-c", &script]));
+    said.expect_refusal(&["/dev/fuse", "No such file", "modprobe fuse", "--device /dev/fuse"]);
+}
+
+/// The program as a user who may do nothing in particular.
+fn as_nobody(place: &Place, args: &[&str]) -> Outcome {
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(place.0.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let program = PathBuf::from(place.at("kvcachefs"));
+    fs::copy(common::binary(), &program).unwrap();
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups", "--"]).arg(program);
+    run(command
+        .args(["mount", "--l1=64MiB", "--lock=false", "--log-level=error"])
+        .args(args)
+        .arg(place.mnt()))
+}
+
+#[test]
+fn no_permission() {
+    let place = Place::new();
+    // The mount point is root's.
+    as_nobody(&place, &[]).expect_refusal(&[&place.mnt(), "mount as root"]);
+    // Another's store.
+    let mut store = fs::File::create(place.at("store")).unwrap();
+    std::io::Write::write_all(&mut store, &[0; 4096]).unwrap();
+    store.set_len(64 << 20).unwrap();
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(place.at("store"), fs::Permissions::from_mode(0o600)).unwrap();
+    let l2 = format!("--l2={}", place.at("store"));
+    as_nobody(&place, &[&l2]).expect_refusal(&[&place.at("store"), "Permission denied", "run as"]);
+    // A directory in which no store may be made.
+    let l2 = format!("--l2={}:64MiB", place.at("new"));
+    as_nobody(&place, &[&l2]).expect_refusal(&[&place.at("new"), "Permission denied", "run as"]);
+    // A configuration that may not be read.
+    let file = place.write("kv.toml", "");
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+    let config = format!("--config={file}");
+    as_nobody(&place, &[&config]).expect_refusal(&[&file, "Permission denied", "make it readable"]);
+}
+
+#[test]
+fn a_configuration_file_that_is_wrong() {
+    let place = Place::new();
+    let refuses = |text: &str, parts: &[&str]| {
+        let file = place.write("kv.toml", text);
+        place.refuses(&[&format!("--config={file}")], &[&[file.as_str()], parts].concat());
+    };
+    refuses("l1 = \"64MiB\"\nthreads =\n", &["line 2"]);
+    refuses("l1 = \"64MiB\"\n[l2\n", &["line 2"]);
+    refuses("\n\nl3 = \"4GiB\"\n", &["line 3", "l3", "no such option", "remove it"]);
+    refuses("l1 = \"64MiB\"\ndirty-limit = \"1GiB\"\n", &["line 2", "dirty-limit", "write dirty_limit"]);
+    refuses("l1 = 4\n", &["line 1", "l1"]);
+    refuses("l1 = \"4\"\n", &["line 1", "l1", "no unit"]);
+    refuses("threads = \"many\"\n", &["line 1", "threads"]);
+    refuses("l2 = [\"store:1GiB\"]\n", &["l2", "store", "relative path", "leading /"]);
+    let missing = place.at("missing.toml");
+    place.refuses(&[&format!("--config={missing}")], &[&missing, "No such file", "leave out --config"]);
+    place.refuses(&[&format!("--config={}", place.mnt())], &[&place.mnt(), "TOML file"]);
+}
+
+#[test]
+fn an_environment_that_is_wrong() {
+    let place = Place::new();
+    let with = |name: &str, value: &str| {
+        let mut command = kvcachefs(["mount", "--log-level=error"]);
+        run(command.arg(place.mnt()).env(name, value))
+    };
+    with("KVCACHEFS_L1", "4").expect_refusal(&["KVCACHEFS_L1", "no unit", "4GiB"]);
+    with("KVCACHEFS_DIRTY_LIMIT", "lots").expect_refusal(&["KVCACHEFS_DIRTY_LIMIT", "lots"]);
+    with("KVCACHEFS_LOCK", "perhaps").expect_refusal(&["KVCACHEFS_LOCK", "perhaps"]);
+    with("KVCACHEFS_L1", "1MiB").expect_refusal(&["KVCACHEFS_L1", "1MiB", "give at least"]);
+    with("KVCACHEFS_CONFIG", "/nowhere.toml").expect_refusal(&["/nowhere.toml", "No such file"]);
+}
+
+/// Flags win over the environment, that over the file, that over the defaults; `.ctl/config` says who set what.
+#[test]
+fn flags_win_over_the_environment_and_that_over_the_file() {
+    let place = Place::new();
+    let file = place.write(
+        "kv.toml",
+        "l1 = \"64MiB\"\nthreads = 3\npublish_wait = \"11ms\"\nlog_level = \"error\"\nfsname = \"file\"\n",
+    );
+    let pid_file = place.at("pid");
+    let mut command = kvcachefs(["mount", "--daemon", "--l1=96MiB", "-o", "publish_wait=33ms,threads=5"]);
+    command.args(["--config", &file, "--pid-file", &pid_file, "--threads=6"]).arg(place.mnt());
+    let env = [("L1", "80MiB"), ("THREADS", "4"), ("PUBLISH_WAIT", "22ms"), ("FSNAME", "env"), ("L9", "x")];
+    run(command.envs(env.map(|(name, value)| (format!("KVCACHEFS_{name}"), value)))).expect_success();
+    let pid: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    let config = fs::read_to_string(place.at("mnt/.ctl/config")).unwrap();
+    let unmounted = run(&mut kvcachefs(["umount", &place.mnt()]));
+    for line in [
+        "l1 = \"96MiB\" # flag",
+        "threads = 6 # flag",
+        "publish_wait = \"33ms\" # flag",
+        "fsname = \"env\" # env",
+        "log_level = \"error\" # file",
+        "drain_timeout = \"30s\" # default",
+    ] {
+        assert!(config.lines().any(|known| known == line), "no '{line}' in\n{config}");
+    }
+    unmounted.expect_success();
+    wait_until("the daemon ends", || !is_running(pid));
+}

@@ -1,0 +1,235 @@
+//! A mount that must do without something (rule R17) works all the same and says so in its status.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
+#![allow(unsafe_code, reason = "a seccomp filter is installed between fork and exec")]
+
+mod common;
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use common::run::{kvcachefs, run, wait_until};
+use common::{Mount, Options, bytes, memory_only};
+
+const NOBODY: u32 = 65_534;
+
+#[test]
+fn without_passthrough_it_says_who_reads() {
+    let mount = Mount::with(Options::default().arg("--read-path=daemon"));
+    // Where the mode says it as well, it is the same.
+    fs::write(mount.at("f"), bytes(1, 3 << 20)).unwrap();
+    assert!(fs::read(mount.at("f")).unwrap() == bytes(1, 3 << 20));
+    assert!(mount.status().contains("without: passthrough (--read-path daemon)"), "{}", mount.status());
+    assert_eq!((mount.stat("passthrough"), mount.stat("opens_passthrough")), (0, 0));
+}
+
+/// Answers every `io_uring_setup` with EPERM, as containers do.
+fn forbid_io_uring(command: &mut Command) -> &mut Command {
+    let op = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let filter = [
+        op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0), // the number of the call
+        op(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, libc::SYS_io_uring_setup as u32),
+        op(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        op(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let install = move || {
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+        // SAFETY: prctl is async-signal-safe; the program lives until the call returns, and the kernel copies it.
+        let result = unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+                | libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program)
+        };
+        if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    };
+    // SAFETY: the closure makes two system calls and allocates nothing.
+    unsafe { command.pre_exec(install) }
+}
+
+#[test]
+fn without_io_uring_the_thread_engine_takes_over() {
+    if memory_only() {
+        return;
+    }
+    let mut mount = Mount::new();
+    let stores = mount.stores();
+    mount.stop();
+    let pid_file = mount.scratch.path().join("pid");
+    let mut command = kvcachefs(["mount", "--daemon", "--l1=128MiB", "--log-level=error"]);
+    command.args(&stores).arg("--pid-file").arg(&pid_file).arg(mount.path());
+    run(forbid_io_uring(&mut command)).expect_success();
+    fs::write(mount.at("f"), bytes(1, 3 << 20)).unwrap();
+    mount.push_out_of_l1();
+    assert!(fs::read(mount.at("f")).unwrap() == bytes(1, 3 << 20));
+    assert!(mount.stat("read_l2_bytes") > 0);
+    let status = mount.status();
+    assert!(status.contains("engine threads"), "{status}");
+    assert!(status.lines().any(|line| line.starts_with("without: io_uring")), "{status}");
+    run(&mut kvcachefs(["umount", mount.path().to_str().unwrap()])).expect_success();
+    wait_until("the daemon ends", || !pid_file.exists());
+
+    let mut command = kvcachefs(["mount", "--l1=128MiB", "--log-level=error", "--l2-engine=uring"]);
+    command.args(&stores).arg(mount.path());
+    run(forbid_io_uring(&mut command)).expect_refusal(&["io_uring", "--l2-engine"]);
+}
+
+/// A daemon that runs as nobody, in a mount namespace where /dev/fuse is open to all, as on most machines.
+struct Nobodys {
+    daemon: Child,
+    scratch: tempfile::TempDir,
+}
+
+const AS_NOBODY: [&str; 5] = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--"];
+
+impl Nobodys {
+    fn spawn(args: &[&str]) -> Self {
+        Self::spawn_by(&[], args)
+    }
+
+    /// `by` is a program that runs the one after it.
+    fn spawn_by(by: &[&str], args: &[&str]) -> Self {
+        let scratch = tempfile::Builder::new().prefix("kvcachefs-nobody-").tempdir().unwrap();
+        fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        // The build directory may be closed to others.
+        fs::copy(common::binary(), scratch.path().join("kvcachefs")).unwrap();
+        for owned in ["mnt", "l2"] {
+            fs::create_dir(scratch.path().join(owned)).unwrap();
+            chown(scratch.path().join(owned), Some(NOBODY), Some(NOBODY)).unwrap();
+        }
+        let script = r#"
+            mknod fuse c 10 229 && chmod 666 fuse && mount --bind fuse /dev/fuse || exit 9
+            exec "$@""#;
+        let log = fs::File::create(scratch.path().join("log")).unwrap();
+        let mut command = Command::new("unshare");
+        command
+            .args(["--mount", "sh", "-c", script, "sh"])
+            .args(by)
+            .args(AS_NOBODY)
+            .arg("./kvcachefs")
+            .args(args);
+        let daemon = command.arg(scratch.path().join("mnt"));
+        let daemon = daemon.current_dir(scratch.path()).stdin(Stdio::null()).stderr(log).spawn().unwrap();
+        Self { daemon, scratch }
+    }
+
+    fn dir(&self) -> PathBuf {
+        self.scratch.path().join("mnt")
+    }
+
+    /// A program that nobody runs where the mount is.
+    fn command<S: AsRef<OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Command {
+        let mut command = Command::new("nsenter");
+        command
+            .args(["--mount", "--target", &self.daemon.id().to_string(), "--"])
+            .args(AS_NOBODY)
+            .args(words);
+        command
+    }
+
+    fn read(&self, path: &str) -> Option<Vec<u8>> {
+        let output = self.command([Path::new("cat"), &self.dir().join(path)]).output().unwrap();
+        output.status.success().then_some(output.stdout)
+    }
+
+    fn wait_mounted(&mut self) {
+        wait_until("a mount of nobody's", || {
+            let ended = self.daemon.try_wait().unwrap();
+            assert!(ended.is_none(), "{ended:?}: {}", self.log());
+            self.read(".ctl/version").is_some_and(|text| text.starts_with(b"kvcachefs"))
+        });
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.scratch.path().join("log")).unwrap_or_default()
+    }
+}
+
+impl Drop for Nobodys {
+    fn drop(&mut self) {
+        // The mount ends with the namespace, and that with its last process.
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+    }
+}
+
+/// Through the setuid program fusermount3, without CAP_SYS_ADMIN and so without passthrough.
+#[test]
+fn without_any_capability_it_mounts_through_the_helper() {
+    let mut args = vec!["mount", "--l1=64MiB", "--lock=false", "--log-level=warn"];
+    if !memory_only() {
+        args.push("--l2=l2/store:128MiB");
+    }
+    let mut mount = Nobodys::spawn(&args);
+    mount.wait_mounted();
+    let status = String::from_utf8(mount.read(".ctl/status").unwrap()).unwrap();
+    assert!(
+        status.lines().any(|line| line.starts_with("without: passthrough") && line.contains("CAP_SYS_ADMIN")),
+        "{status}"
+    );
+    let table = fs::read_to_string(format!("/proc/{}/mountinfo", mount.daemon.id())).unwrap();
+    let line = table.lines().find(|line| line.contains(mount.dir().to_str().unwrap())).unwrap();
+    assert!(line.contains(" - fuse.kvcachefs "), "{line}");
+    let file = mount.scratch.path().join("file");
+    fs::write(&file, bytes(1, 3 << 20)).unwrap();
+    run(&mut mount.command([Path::new("cp"), &file, &mount.dir().join("f")])).expect_success();
+    assert!(mount.read("f").unwrap() == bytes(1, 3 << 20));
+    let program = mount.scratch.path().join("kvcachefs");
+    run(&mut mount.command([&program, Path::new("umount"), &mount.dir()])).expect_success();
+    assert!(mount.daemon.wait().unwrap().success(), "{}", mount.log());
+}
+
+#[test]
+fn passthrough_that_is_insisted_on_is_refused_where_it_cannot_be() {
+    let args = ["mount", "--l1=64MiB", "--lock=false", "--log-level=error", "--read-path=passthrough"];
+    let mut mount = Nobodys::spawn(&args);
+    assert_eq!(mount.daemon.wait().unwrap().code(), Some(1), "{}", mount.log());
+    let log = mount.log();
+    assert!(log.trim_end().lines().count() == 1 && log.contains("--read-path passthrough"), "{log}");
+    assert!(log.contains("use --read-path auto, or run as root"), "{log}");
+}
+
+/// What may be locked is 8 MiB for an ordinary user on most machines.
+#[test]
+fn memory_that_may_not_be_locked_is_said_before_it_is_missed() {
+    let mut mount = Nobodys::spawn(&["mount", "--l1=64MiB", "--log-level=error"]);
+    assert_eq!(mount.daemon.wait().unwrap().code(), Some(1), "{}", mount.log());
+    let log = mount.log();
+    assert!(log.trim_end().lines().count() == 1 && log.contains("--l1"), "{log}");
+    assert!(log.contains("--lock=false") && log.contains("RLIMIT_MEMLOCK"), "{log}");
+}
+
+/// A limit that L1 fits in is enough, however many slabs it is cut into.
+#[test]
+fn a_limit_of_locked_memory_that_l1_fits_in_is_enough() {
+    const LIMIT: &str = "--memlock=67108864";
+    if run(Command::new("prlimit").args([LIMIT, "true"])).code != Some(0) {
+        eprintln!("not tested: without CAP_SYS_RESOURCE the limit cannot be set");
+        return;
+    }
+    let mut args = vec!["mount", "--l1=64MiB", "--log-level=warn"];
+    if !memory_only() {
+        args.push("--l2=l2/store:256MiB");
+    }
+    let mut mount = Nobodys::spawn_by(&["prlimit", LIMIT], &args);
+    mount.wait_mounted();
+    for at in 0..(if memory_only() { 12 } else { 24 }) {
+        let file = mount.scratch.path().join("file");
+        // Sizes differ, so slabs are resized.
+        let size = (3 << 20) + (at % 3) * 300_000;
+        fs::write(&file, bytes(at as u64, size)).unwrap();
+        let name = format!("f{at}");
+        run(&mut mount.command([Path::new("cp"), &file, &mount.dir().join(&name)])).expect_success();
+        assert!(mount.read(&name).unwrap() == bytes(at as u64, size), "{name}: {}", mount.log());
+    }
+    let stats = String::from_utf8(mount.read(".ctl/stats").unwrap()).unwrap();
+    let used: u64 =
+        stats.lines().find_map(|line| line.strip_prefix("l1_used_bytes ")).unwrap().parse().unwrap();
+    assert!(used > 32 << 20, "L1 holds no more than {used} bytes");
+    let status = fs::read_to_string(format!("/proc/{}/status", mount.daemon.id())).unwrap();
+    let locked = status.lines().find_map(|line| line.strip_prefix("VmLck:")).unwrap();
+    let locked: u64 = locked.trim().trim_end_matches(" kB").parse().unwrap();
+    assert!(locked << 10 >= used, "{locked} KiB locked of {used} bytes");
+    assert!(!mount.log().contains("no memory for a slab"), "{}", mount.log());
+}
