@@ -148,17 +148,34 @@ impl Control {
         &self,
         ino: u64,
         offset: u64,
-        add: &mut dyn FnMut(u64, u64, &OsStr) -> bool,
+        add: &mut dyn FnMut(u64, u64, Kind, &OsStr) -> bool,
     ) -> Option<()> {
         if ino != DIR_INO {
             return None;
         }
-        for (at, (name, _)) in FILES.iter().enumerate().skip(offset as usize) {
-            if add(DIR_INO + 1 + at as u64, at as u64 + 1, OsStr::from_bytes(name.as_bytes())) {
+        let dots = [(DIR_INO, Kind::Dir, "."), (ROOT_INO, Kind::Dir, "..")];
+        let files = (DIR_INO + 1..).zip(FILES).map(|(ino, (name, _))| (ino, Kind::File, name));
+        let from = usize::try_from(offset).unwrap_or(usize::MAX);
+        for (cookie, (ino, kind, name)) in (1..).zip(dots.into_iter().chain(files)).skip(from) {
+            if add(ino, cookie, kind, OsStr::from_bytes(name.as_bytes())) {
                 break;
             }
         }
         Some(())
+    }
+
+    /// Everything that a control file says is data: there are no holes.
+    pub fn seek(&self, opened: &Opened, offset: i64, whence: i32) -> Result<i64, Errno> {
+        let size = match opened.file {
+            File::Events => self.events.len() as i64,
+            _ => opened.text.len() as i64,
+        };
+        match whence {
+            _ if !(0..size).contains(&offset) => Err(Errno::ENXIO),
+            libc::SEEK_DATA => Ok(offset),
+            libc::SEEK_HOLE => Ok(size),
+            _ => Err(Errno::EINVAL),
+        }
     }
 
     pub fn open(&self, ino: u64, flags: i32) -> Option<Result<Opened, Errno>> {

@@ -61,11 +61,16 @@ fn time(nanos: i64) -> SystemTime {
     if nanos >= 0 { UNIX_EPOCH + magnitude } else { UNIX_EPOCH - magnitude }
 }
 
+/// A time that a request brought. fuser 0.18 takes the nanoseconds of times before 1970 to count backwards; the kernel
+/// means them forwards from the second, as always.
 fn nanos(time: SystemTime) -> i64 {
-    let clamp = |duration: Duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX);
+    let clamp = |nanos: u128| i64::try_from(nanos).unwrap_or(i64::MAX);
     match time.duration_since(UNIX_EPOCH) {
-        Ok(after) => clamp(after),
-        Err(before) => -clamp(before.duration()),
+        Ok(after) => clamp(after.as_nanos()),
+        Err(before) => {
+            let before = before.duration();
+            i64::from(before.subsec_nanos()) - clamp(u128::from(before.as_secs()) * 1_000_000_000)
+        }
     }
 }
 
@@ -224,10 +229,8 @@ impl Filesystem for KvFs {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        if let Some(result) = self.control.getattr(ino.0) {
-            // `echo > .ctl/drain` truncates; nothing else can be changed.
-            let result = if size.is_some() { result } else { Err(Errno::EPERM) };
-            return reply_attr(reply, result);
+        if self.control.owns(ino.0) {
+            return reply.error(FuseErrno::EPERM);
         }
         let change = Change {
             mode,
@@ -477,8 +480,8 @@ impl Filesystem for KvFs {
     }
 
     fn readdir(&self, _req: &Request, ino: INodeNo, _fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {
-        let listed = match self.control.readdir(ino.0, offset, &mut |ino, at, name| {
-            reply.add(INodeNo(ino), at, FileType::RegularFile, name)
+        let listed = match self.control.readdir(ino.0, offset, &mut |ino, at, entry, name| {
+            reply.add(INodeNo(ino), at, kind(entry), name)
         }) {
             Some(()) => Ok(()),
             None => self.store.readdir(ino.0, offset, &mut |entry| {
@@ -618,7 +621,12 @@ impl Filesystem for KvFs {
         whence: i32,
         reply: ReplyLseek,
     ) {
-        match self.file(fh).and_then(|handle| self.store.seek(&handle, offset, whence)) {
+        let at = match self.get(fh) {
+            Some(Open::File(handle)) => self.store.seek(&handle, offset, whence),
+            Some(Open::Control(opened)) => self.control.seek(&opened, offset, whence),
+            None => Err(Errno::EBADF),
+        };
+        match at {
             Ok(at) => reply.offset(at),
             Err(errno) => reply.error(fuse_errno(errno)),
         }

@@ -157,16 +157,13 @@ impl Core {
     /// Value of one of our own attributes.
     fn own_xattr(&self, idx: Idx, name: &[u8]) -> Option<Vec<u8>> {
         let node = self.node(idx);
-        if node.kind() == Kind::Dir {
-            return None;
-        }
         if node.kind() != Kind::File {
             return None;
         }
         let text = match name {
             b"user.kv.tier" => self.tier(idx).to_owned(),
             b"user.kv.durable" => u8::from(self.is_durable(idx)).to_string(),
-            b"user.kv.crc32c" => format!("{:08x}", self.file_crc(idx)?),
+            CRC => format!("{:08x}", self.file_crc(idx)?),
             b"user.kv.blocks" => super::hot::blocks_for(node.size).to_string(),
             _ => return None,
         };
@@ -201,35 +198,66 @@ impl Core {
             })
     }
 
-    /// CRC-32C of the whole file from those of its blocks, once all are known.
-    fn file_crc(&self, idx: Idx) -> Option<u32> {
+    /// Whether every byte of the file has a known checksum and no byte can change any more.
+    fn has_crc(&self, idx: Idx) -> bool {
         let node = self.node(idx);
-        if node.hot.as_ref().is_some_and(|hot| !hot.sealed() || hot.base.is_some()) {
+        node.hot.as_ref().is_none_or(|hot| hot.sealed() && hot.base.is_none())
+            && (0..super::hot::blocks_for(node.size))
+                .all(|index| self.is_hole(idx, index) || self.block_crc(idx, index).is_some())
+    }
+
+    /// Somebody who is not root changes the file's bytes.
+    pub fn drop_set_id(&mut self, idx: Idx) {
+        let mode = self.node(idx).mode;
+        let kept = without_set_id(mode);
+        if kept != mode {
+            self.node_mut(idx).mode = kept;
+            self.changed(idx);
+        }
+    }
+
+    /// CRC-32C of the file's bytes from those of its blocks, once all are known.
+    fn file_crc(&self, idx: Idx) -> Option<u32> {
+        if !self.has_crc(idx) {
             return None;
         }
-        let mut crc = 0u64;
-        for index in 0..super::hot::blocks_for(node.size) {
-            let block = self.block_crc(idx, index)?;
-            if self.is_hole(idx, index) {
-                return None;
-            }
-            crc = if index == 0 {
-                u64::from(block)
+        let size = self.node(idx).size;
+        let mut crc = 0;
+        for index in 0..super::hot::blocks_for(size) {
+            let len = block_len(size, index) as u64;
+            let block = if self.is_hole(idx, index) {
+                crc_of_zeros(len)
             } else {
-                crc_fast::checksum_combine(
-                    crc_fast::CrcAlgorithm::Crc32Iscsi,
-                    crc,
-                    u64::from(block),
-                    block_len(node.size, index) as u64,
-                )
+                without_zeros(self.block_crc(idx, index)?, len.next_multiple_of(4096) - len)
             };
+            crc = if index == 0 { block } else { combined(crc, block, len) };
         }
-        u32::try_from(crc).ok()
+        Some(crc)
     }
 }
 
+/// The checksum of two runs of bytes, one behind the other.
+fn combined(first: u32, second: u32, second_len: u64) -> u32 {
+    let algorithm = crc_fast::CrcAlgorithm::Crc32Iscsi;
+    crc_fast::checksum_combine(algorithm, u64::from(first), u64::from(second), second_len) as u32
+}
+
+fn crc_of_zeros(len: u64) -> u32 {
+    combined(u32::MAX, 0, len) ^ u32::MAX
+}
+
+/// The checksum of bytes, from that of the same bytes followed by `zeros` zero bytes (a block's checksum covers its
+/// last page to the end). Appending zeros multiplies by a power of x, and x^(2^31 - 1) is 1 for this polynomial: so
+/// what is missing to that power undoes it.
+fn without_zeros(crc: u32, zeros: u64) -> u32 {
+    const ORDER: u64 = (1 << 31) - 1;
+    if zeros == 0 { crc } else { combined(crc ^ crc_of_zeros(zeros), 0, ORDER - zeros) }
+}
+
 /// The names of our own attributes.
-const OWN: [&[u8]; 4] = [b"user.kv.tier", b"user.kv.durable", b"user.kv.crc32c", b"user.kv.blocks"];
+const OWN: [&[u8]; 4] = [b"user.kv.tier", b"user.kv.durable", CRC, b"user.kv.blocks"];
+/// The checksum of the file's bytes, known once they are stored.
+const CRC: &[u8] = b"user.kv.crc32c";
 /// The attribute by which a directory asks for plain POSIX visibility.
 const PUBLISH: &[u8] = b"user.kv.publish";
 
@@ -271,12 +299,8 @@ impl Store {
     /// What a write by somebody who is not root does to the set-id bits (the kernel asks for it).
     pub fn drop_privileges(self: &Arc<Self>, handle: &super::Handle) {
         self.with(|core| {
-            let Some(idx) = core.by_id(handle.id) else { return };
-            let mode = core.node(idx).mode;
-            let kept = without_set_id(mode);
-            if kept != mode {
-                core.node_mut(idx).mode = kept;
-                core.changed(idx);
+            if let Some(idx) = core.by_id(handle.id) {
+                core.drop_set_id(idx);
             }
         });
     }
@@ -300,7 +324,8 @@ impl Store {
     pub fn listxattr(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
         let idx = core.resolve_current(ino)?;
-        let own = OWN.iter().filter(|name| core.own_xattr(idx, name).is_some()).copied();
+        let file = core.node(idx).kind() == Kind::File;
+        let own = OWN.iter().filter(|name| file && (**name != CRC || core.has_crc(idx))).copied();
         let theirs = core.node(idx).xattrs.iter().flat_map(|list| list.iter().map(|(name, _)| &**name));
         Ok(own.chain(theirs).flat_map(|name| name.iter().copied().chain([0])).collect())
     }
@@ -401,5 +426,26 @@ impl Store {
     pub fn has_record(self: &Arc<Self>, ino: u64) -> bool {
         let core = self.lock();
         core.resolve(ino).is_ok_and(|idx| idx == ROOT || core.node(idx).has(DURABLE))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn crc(bytes: &[u8]) -> u32 {
+        crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+    }
+
+    #[test]
+    fn the_padding_of_the_last_page_is_taken_out_of_a_checksum() {
+        let bytes: Vec<u8> = (0..9000u32).map(|at| (at * 7 % 251) as u8).collect();
+        for len in [1, 2, 4095, 4096, 4097, 8191, 9000] {
+            let mut padded = bytes[..len].to_vec();
+            padded.resize(len.next_multiple_of(4096), 0);
+            let zeros = (padded.len() - len) as u64;
+            assert_eq!(without_zeros(crc(&padded), zeros), crc(&bytes[..len]), "{len} bytes");
+            assert_eq!(crc_of_zeros(len as u64), crc(&vec![0; len]), "{len} zeros");
+        }
     }
 }

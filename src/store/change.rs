@@ -798,7 +798,14 @@ impl Store {
         caller: &Caller,
         reply: AttrReply,
     ) {
-        let id = match self.with(|core| core.check_truncate(ino, with_handle, caller)) {
+        let checked = self.with(|core| {
+            let id = core.check_truncate(ino, with_handle, caller)?;
+            if caller.uid != 0 {
+                core.drop_set_id(id.idx());
+            }
+            Ok(id)
+        });
+        let id = match checked {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };
@@ -826,7 +833,7 @@ impl Store {
         // fallocate has to do is to grow the file, and to say now if it can never fit.
         let size = {
             let core = self.lock();
-            if !core.settings.memory_only && end > core.settings.capacity_pages * 4096 {
+            if end > core.size_max() {
                 drop(core);
                 return reply(Err(Errno::ENOSPC));
             }

@@ -356,6 +356,9 @@ impl Core {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
+            if caller.uid != 0 {
+                self.drop_set_id(idx);
+            }
             if size > 0 {
                 self.truncate_to_nothing(idx);
             }

@@ -210,6 +210,13 @@ impl Mount {
         self.start();
     }
 
+    /// Stops and starts again with further options.
+    pub fn restart_with(&mut self, extra: &[&str]) {
+        self.stop();
+        self.options.extra.extend(extra.iter().map(|arg| (*arg).to_owned()));
+        self.start();
+    }
+
     /// SIGKILL, and the dead mount is detached.
     pub fn kill(&mut self) {
         let Some(mut daemon) = self.daemon.take() else { return };
@@ -223,6 +230,12 @@ impl Mount {
     fn abort(&self) {
         use nix::mount::MntFlags;
         let _ = nix::mount::umount2(&self.dir, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH);
+    }
+
+    /// Ends the connection to the kernel of a daemon that was killed: a call that waits for an answer may hold a lock
+    /// that a thread of the daemon waits for, and then neither would ever end.
+    fn abort(&self) {
+        let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_FORCE);
     }
 
     /// Waits until everything published is durable.
