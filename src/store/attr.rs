@@ -7,7 +7,7 @@ use nix::errno::Errno;
 
 use super::core::{Core, now};
 use super::hot::{BLOCK, block_len};
-use super::node::{COMMITTED, DURABLE, Detail, Idx, Kind, NAMED, Node, ROOT};
+use super::node::{COMMITTED, Detail, Idx, Kind, NAMED, Node};
 use super::{Store, TTL};
 
 /// What stat(2) says.
@@ -415,17 +415,6 @@ impl Store {
             files: core.settings.files_max,
             files_free: core.settings.files_max.saturating_sub(live),
         }
-    }
-
-    /// Waits until everything published and every name changed so far is durable.
-    pub fn barrier(self: &Arc<Self>, reply: super::UnitReply) {
-        self.with(|core| core.barrier(reply));
-    }
-
-    /// Whether a node has a record, for tests and tools.
-    pub fn has_record(self: &Arc<Self>, ino: u64) -> bool {
-        let core = self.lock();
-        core.resolve(ino).is_ok_and(|idx| idx == ROOT || core.node(idx).has(DURABLE))
     }
 }
 

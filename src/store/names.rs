@@ -275,20 +275,42 @@ impl Store {
     /// Calls `ready` when a listing shows every file whose last close has returned: once those that have been closed
     /// are released, or after the bounded wait. A directory is opened for that, not read: no lock is held meanwhile.
     pub fn before_listing(self: &Arc<Self>, ino: u64, ready: impl FnOnce() + Send + 'static) {
+        self.after_releases(
+            |core| {
+                let parent = core.resolve(ino);
+                parent.map_or_else(
+                    |_| Vec::new(),
+                    |parent| core.tree.privates_in(parent).map(|(idx, _)| idx).collect(),
+                )
+            },
+            ready,
+        );
+    }
+
+    /// Replies when everything published and every name changed so far is durable: also files whose close has returned
+    /// and whose RELEASE is on its way.
+    pub fn barrier(self: &Arc<Self>, reply: super::UnitReply) {
+        let store = self.clone();
+        self.after_releases(
+            |core| core.building.iter().filter_map(|id| core.by_id(*id)).collect(),
+            move || store.with(|core| core.barrier(reply)),
+        );
+    }
+
+    /// Calls `ready` once those of the chosen files that have been closed are released, or after the bounded wait.
+    fn after_releases(
+        self: &Arc<Self>,
+        choose: impl FnOnce(&Core) -> Vec<Idx>,
+        ready: impl FnOnce() + Send + 'static,
+    ) {
         let ready: Arc<OnDrop> = Arc::new(OnDrop(Mutex::new(Some(Box::new(ready)))));
         self.with(|core| {
-            let Ok(parent) = core.resolve(ino) else { return };
-            let releasing: Vec<(Idx, Box<[u8]>)> = core
-                .tree
-                .privates_in(parent)
-                .filter(|(idx, _)| {
-                    let private = core.hot(*idx).and_then(|hot| hot.private());
-                    private.is_some_and(|private| private.flushed && !private.waited)
-                })
-                .map(|(idx, name)| (idx, name.into()))
-                .collect();
-            for (idx, name) in releasing {
-                let ready = ready.clone();
+            for idx in choose(core) {
+                let Some(private) = core.hot(idx).and_then(|hot| hot.private()) else { continue };
+                if !private.flushed || private.waited || private.parent == NONE {
+                    continue;
+                }
+                let (parent, name, ready) = (private.parent, private.name.clone(), ready.clone());
                 core.wait_for_release(idx, parent, &name, Box::new(move |_| drop(ready)));
             }
         });

@@ -232,12 +232,6 @@ impl Mount {
         let _ = nix::mount::umount2(&self.dir, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH);
     }
 
-    /// Ends the connection to the kernel of a daemon that was killed: a call that waits for an answer may hold a lock
-    /// that a thread of the daemon waits for, and then neither would ever end.
-    fn abort(&self) {
-        let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_FORCE);
-    }
-
     /// Waits until everything published is durable.
     pub fn drain(&self) {
         fs::File::open(&self.dir).unwrap().sync_all().unwrap();
