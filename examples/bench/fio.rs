@@ -13,14 +13,16 @@ use tempfile::TempDir;
 use crate::cli::Cli;
 use crate::failure::{Context, Failure, Result};
 use crate::files::fill;
+use crate::pairs::median;
 
 /// Where the superblock says that data starts; see `src/l2/superblock.rs`.
 const DATA_START_AT: u64 = 64;
 /// Operations of the size of a block of ours, of a part of a promotion, and of a large one.
 const BLOCK_KIB: [u32; 3] = [256, 1024, 4096];
 const DEPTHS: [u32; 4] = [2, 8, 32, 128];
-/// Length of a try of the sweep.
-const TRY: Duration = Duration::from_millis(700);
+/// Length of a try of the sweep, and tries of each shape.
+const TRY: Duration = Duration::from_millis(500);
+const ROUNDS: usize = 3;
 
 /// A store file that has been written all over: first writes into reserved extents are slower than later ones, and
 /// reads of what was never written do not reach the device.
@@ -132,17 +134,22 @@ pub fn run(store: &StoreFile, direction: Direction, shape: Shape, amount: Amount
     Ok(kib * 1024.0 / (ms / 1000.0))
 }
 
-/// The shape with which fio is fastest here.
+/// The shape with which fio is fastest here: in rounds over all shapes, so that a noisy moment favours none.
 pub fn best(store: &StoreFile, direction: Direction) -> Result<Shape> {
-    let mut best = (0.0, Shape { block_kib: 1024, depth: 16 });
-    for block_kib in BLOCK_KIB {
-        for depth in DEPTHS {
-            let shape = Shape { block_kib, depth };
-            let rate = run(store, direction, shape, Amount::For(TRY))?;
-            eprintln!("fio {direction:?} bs {block_kib}k depth {depth}: {:.2} GB/s", rate / 1e9);
-            if rate > best.0 {
-                best = (rate, shape);
-            }
+    let shapes: Vec<_> =
+        BLOCK_KIB.iter().flat_map(|&block_kib| DEPTHS.map(|depth| Shape { block_kib, depth })).collect();
+    let mut rates = vec![Vec::new(); shapes.len()];
+    for _ in 0..ROUNDS {
+        for (shape, rates) in shapes.iter().zip(&mut rates) {
+            rates.push(run(store, direction, *shape, Amount::For(TRY))?);
+        }
+    }
+    let mut best = (0.0, shapes[0]);
+    for (shape, rates) in shapes.iter().zip(&mut rates) {
+        let rate = median(rates);
+        eprintln!("fio {direction:?} {} KiB, depth {}: {:.2} GB/s", shape.block_kib, shape.depth, rate / 1e9);
+        if rate > best.0 {
+            best = (rate, *shape);
         }
     }
     Ok(best.1)

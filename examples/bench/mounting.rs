@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use kvcachefs::l2::record::{Put, Record};
-use kvcachefs::l2::volume::{Volume, VolumeOptions};
+use kvcachefs::l2::volume::{CatalogReader, Volume, VolumeOptions};
 use kvcachefs::l2::{DeviceOptions, Extent};
 
 use crate::cli::Cli;
@@ -83,6 +83,14 @@ fn name(at: u64) -> String {
     format!("{mixed:016x}{at:016x}.kv")
 }
 
+/// A new store has no catalog to read.
+struct Nobody;
+
+impl CatalogReader for Nobody {
+    fn devices(&mut self, _: &[u64]) {}
+    fn record(&mut self, _: Record) {}
+}
+
 /// Makes a store with `files` files on `device`.
 fn format(device: &Path, cli: &Cli, files: u64) -> Result<()> {
     let options = VolumeOptions {
@@ -91,7 +99,7 @@ fn format(device: &Path, cli: &Cli, files: u64) -> Result<()> {
         device: DeviceOptions::default(),
     };
     let failed = |error: kvcachefs::error::Error| Failure::new(error.to_string());
-    let opened = Volume::open(&[(device, None)], &options, &mut |_| ()).map_err(failed)?;
+    let opened = Volume::open(&[(device, None)], &options, &mut Nobody).map_err(failed)?;
     let volume = opened.volume;
     let pages = (cli.file_kib / 4) as u32;
     let blocks = (cli.file_kib * 1024).div_ceil(256 << 10) as u32;
