@@ -97,6 +97,7 @@ fn format(device: &Path, cli: &Cli, files: u64) -> Result<()> {
         format: true,
         files_max: Some(cli.files + cli.files / 8),
         device: DeviceOptions::default(),
+        wrap: None,
     };
     let failed = |error: kvcachefs::error::Error| Failure::new(error.to_string());
     let opened = Volume::open(&[(device, None)], &options, &mut Nobody).map_err(failed)?;
