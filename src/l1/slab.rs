@@ -37,8 +37,10 @@ pub(super) struct Memory {
     region: AtomicU64,
     /// Engines have been told of it.
     announced: AtomicBool,
-    /// Has been opened in passthrough since its pages were fresh.
+    /// Has been opened in passthrough since it was handed out.
     lent: AtomicBool,
+    /// Has been opened in passthrough since its pages were fresh.
+    seen: AtomicBool,
     last_release: Mutex<Option<Instant>>,
     pub(super) owner: Mutex<Option<Owner>>,
     backing: Mutex<Option<Box<dyn Any + Send + Sync>>>,
@@ -78,6 +80,7 @@ impl Memory {
             region: AtomicU64::new(NEXT_REGION.fetch_add(1, Ordering::Relaxed)),
             announced: AtomicBool::new(false),
             lent: AtomicBool::new(false),
+            seen: AtomicBool::new(false),
             last_release: Mutex::new(None),
             owner: Mutex::new(None),
             backing: Mutex::new(None),
@@ -132,6 +135,20 @@ impl Memory {
 
     pub(super) fn is_lent(&self) -> bool {
         self.lent.load(Ordering::Acquire)
+    }
+
+    pub(super) fn was_seen(&self) -> bool {
+        self.seen.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_lent(&self) {
+        self.lent.store(true, Ordering::Release);
+        self.seen.store(true, Ordering::Release);
+    }
+
+    /// It is used again with its pages: nobody has it, but who had it is not forgotten.
+    pub(super) fn take_from_rest(&self) {
+        self.lent.store(false, Ordering::Release);
     }
 
     pub(super) fn last_release(&self) -> Option<Instant> {
@@ -291,7 +308,7 @@ impl Slab {
 
     /// Clients have been given the slab to read.
     pub fn mark_lent(&self) {
-        self.memory().lent.store(true, Ordering::Release);
+        self.memory().set_lent();
     }
 
     pub fn is_lent(&self) -> bool {
