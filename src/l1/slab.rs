@@ -306,8 +306,14 @@ impl Slab {
         }
     }
 
-    /// Clients have been given the slab to read.
-    pub fn mark_lent(&self) {
+    /// Clients have been given the slab to read, as a file of `owner`. If that is no longer whom it was taken for (the
+    /// file changed hands), its pages are used again for nobody.
+    pub fn mark_lent(&self, owner: Owner) {
+        let mut taken_for = self.memory().owner.lock();
+        if *taken_for != Some(owner) {
+            *taken_for = None;
+        }
+        drop(taken_for);
         self.memory().set_lent();
     }
 
