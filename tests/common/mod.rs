@@ -212,8 +212,15 @@ impl Mount {
     pub fn kill(&mut self) {
         let Some(mut daemon) = self.daemon.take() else { return };
         daemon.kill().unwrap();
+        self.abort();
         daemon.wait().unwrap();
         let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_DETACH);
+    }
+
+    /// Ends the connection. A daemon that was killed while it invalidated a name waits in the kernel for the directory,
+    /// whose lock a client holds that waits for the daemon: neither ends by itself.
+    fn abort(&self) {
+        let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_FORCE);
     }
 
     /// Waits until everything published is durable.
@@ -315,6 +322,7 @@ impl Drop for Mount {
                 eprintln!("--- status\n{}", self.status());
             }
             let _ = daemon.kill();
+            self.abort();
             let _ = daemon.wait();
         }
         let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_DETACH);
