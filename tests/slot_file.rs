@@ -18,7 +18,7 @@ use nix::sys::mman::{MapFlags, MsFlags, ProtFlags, mmap, msync, munmap};
 
 /// Files are of up to this size: some stay in slabs, most become slot files.
 const LARGEST: u64 = 6 << 20;
-const FILES: usize = 6;
+const FILES: usize = 24;
 
 struct Dice(u64);
 
@@ -206,7 +206,7 @@ impl Drop for Story {
 /// `exclusive`: files begin as private ones, which are published whole; else they are shared from the start.
 fn random_steps(exclusive: bool, options: Options, seed: u64) {
     let full = std::env::var_os("KVCACHEFS_TEST_FULL").is_some();
-    let (rounds, steps) = if full { (20, 1500) } else { (4, 350) };
+    let (rounds, steps) = if full { (20, 1500) } else { (4, 600) };
     println!("KVCACHEFS_TEST_SEED={seed}");
     let mut story = Story(seed, Vec::new());
     let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
@@ -258,7 +258,7 @@ fn rand() -> u32 {
 
 /// L1 holds half of the files; without L2 it has to hold them all.
 fn small() -> Options {
-    if memory_only() { Options::new(96, 0) } else { Options::new(16, 192) }
+    if memory_only() { Options::new(320, 0) } else { Options::new(64, 512) }
         .arg("--slab-file-max")
         .arg("2MiB")
         .arg("--slab-rest")
@@ -277,7 +277,7 @@ fn private_files_hold_what_was_written() {
 
 #[test]
 fn files_in_slabs_hold_what_was_written() {
-    let l1 = if memory_only() { 96 } else { 32 };
-    let options = Options::new(l1, 192).arg("--slab-file-max").arg("8MiB").arg("--slab-rest").arg("1ms");
+    let l1 = if memory_only() { 320 } else { 64 };
+    let options = Options::new(l1, 512).arg("--slab-file-max").arg("8MiB").arg("--slab-rest").arg("1ms");
     random_steps(true, options, seed());
 }
