@@ -152,6 +152,7 @@ impl Core {
                 // A spill of the same blocks is out; it ends this entry's wait when it comes back.
                 _ if busy => {
                     if let Some(entry) = self.queue.get_mut(seq) {
+                        entry.state = State::Waiting;
                         entry.todo = None;
                     }
                     return Started::NoRoom;
