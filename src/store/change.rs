@@ -510,6 +510,7 @@ impl Core {
         }
         self.counters.written_bytes += len as u64;
         self.mark_slot(idx);
+        self.wake_if_unpinned(idx);
         self.close_if_done(idx);
     }
 

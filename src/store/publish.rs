@@ -196,7 +196,11 @@ impl Core {
             let pages = u32::try_from(size.div_ceil(4096)).unwrap_or(u32::MAX);
             let fits = slab.pages() == pages || (!slab.is_lent() && slab.resize(pages));
             if !fits || slab.set_len(size).is_err() {
+                // The kernel would show its length as the file's.
                 log::warn!("a slab of {} pages could not be cut to {size} bytes", slab.pages());
+                let (start, end) = (size as usize, size.next_multiple_of(4096) as usize);
+                slab.span(start..end).zero(0..end - start);
+                hot.mixed = true;
             }
             slab.announce();
         }

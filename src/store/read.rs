@@ -180,7 +180,16 @@ impl Core {
     fn unpin(&mut self, id: NodeId) {
         if let Some(idx) = self.by_id(id) {
             self.hot_mut(idx).pins -= 1;
+            self.wake_if_unpinned(idx);
             self.close_if_done(idx);
+        }
+    }
+
+    /// The writer copies from a file under construction only while nobody else copies; it may have found somebody.
+    pub fn wake_if_unpinned(&mut self, idx: Idx) {
+        let hot = self.hot_mut(idx);
+        if hot.pins == 0 && !hot.sealed() {
+            self.wakes.writer |= !self.queue.is_empty() || !self.waiters.is_empty();
         }
     }
 }
