@@ -171,7 +171,7 @@ fn names_can_be_removed_while_they_are_listed() {
 
 #[test]
 fn a_listing_goes_on_while_eviction_takes_files() {
-    let mount = Mount::with(Options::new(32, 64));
+    let mount = Mount::with(Options::new(64, 64));
     fs::create_dir(mount.at("d")).unwrap();
     fs::create_dir(mount.at("kept")).unwrap();
     // Directories are never evicted, so these must be in every listing.
@@ -239,9 +239,10 @@ fn a_flat_directory_of_many_names_stays_cheap() {
     };
     let step = count / 10;
     let first = make(0..step);
-    make(step..count - step);
-    let last = make(count - step..count);
-    assert!(last < (first + 20) * 5, "{first} ticks for the first {step} names, {last} for the last");
+    make(step..count - 3 * step);
+    // The cheapest of three: other work on the machine makes some of them dearer.
+    let last = (1..=3).map(|left| make(count - left * step..count - (left - 1) * step)).min().unwrap();
+    assert!(last < first * 3 + 20, "{first} ticks for the first {step} names, {last} for some of the last");
     for at in (0..count).step_by(count / 1000) {
         assert!(fs::symlink_metadata(name(at)).unwrap().is_symlink());
         assert!(fs::symlink_metadata(mount.at(&format!("d/none{at}"))).is_err());
@@ -258,7 +259,7 @@ fn a_flat_directory_of_many_names_stays_cheap() {
         fs::remove_file(name(at)).unwrap();
     }
     let removing = ticks(&mount) - before;
-    assert!(removing < (first + 20) * 5, "{first} ticks to make {step} names, {removing} to remove them");
+    assert!(removing < first * 3 + 20, "{first} ticks to make {step} names, {removing} to remove them");
     fs::write(mount.at("d/file"), b"x").unwrap();
     assert_eq!(fs::read(mount.at("d/file")).unwrap(), b"x");
     assert_eq!(fs::read_dir(mount.at("d")).unwrap().count(), count - step + 1);
