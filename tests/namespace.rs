@@ -142,6 +142,7 @@ fn rename_moves_and_replaces() {
     old.read_to_end(&mut read).unwrap();
     assert!(read == bytes(2, 70_000), "an open reader keeps what was replaced");
     assert_eq!(old.metadata().unwrap().nlink(), 0);
+    drop(old);
     fs::rename(at("b"), at("b")).unwrap();
     assert_eq!(errno(fs::rename(at("a"), at("c"))), libc::ENOENT);
     assert_eq!(errno(fs::rename(at("b"), at("none/b"))), libc::ENOENT);
