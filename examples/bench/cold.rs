@@ -22,7 +22,7 @@ pub fn run(cli: &Cli, report: &mut Report) -> Result<()> {
     let store = StoreFile::new(cli)?;
     let mount = Mount::start(cli, cli.l1, &store.args())?;
     let files = Files::plan(&mount.dir().join("files"), cli.cold, FILE_MIB);
-    files.write(2)?;
+    files.write(&files.buffers(2))?;
     mount.drain()?;
     let shape = fio::best(&store, Direction::Read)?;
     let time = cli.sample() * LONGER;

@@ -32,7 +32,7 @@ pub fn run(cli: &Cli, report: &mut Report) -> Result<()> {
     let by_daemon = Mount::start(cli, cli.warm * 2, &daemon)?;
     let files = |mount: &Mount| {
         let files = Files::plan(&mount.dir().join("files"), cli.warm / 2, FILE_MIB);
-        files.write(1).map(|()| files)
+        files.write(&files.buffers(1)).map(|()| files)
     };
     let (ours, other) = (files(&by_kernel)?, files(&by_daemon)?);
     for how in [How::Open, How::Reopen] {

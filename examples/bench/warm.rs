@@ -40,8 +40,9 @@ impl Warm {
         let mount = Mount::start(cli, cli.warm * 2, &["--dirty-limit".into(), format!("{}MiB", cli.warm)])?;
         let plan = |dir: &Path| Files::plan(&dir.join("files"), cli.warm, each_mib);
         let warm = Self { ours: plan(&mount.dir()), other: plan(scratch.path()), mount, _tmpfs: scratch };
-        warm.ours.write(1)?;
-        warm.other.write(1)?;
+        let buffers = warm.ours.buffers(1);
+        warm.ours.write(&buffers)?;
+        warm.other.write(&buffers)?;
         Ok(warm)
     }
 
