@@ -403,7 +403,7 @@ impl Store {
         } else {
             (core.settings.capacity_pages, core.space.used())
         };
-        let live = core.tree.nodes.len() as u64;
+        let live = core.tree.nodes.count() as u64;
         Capacity {
             pages,
             free: pages.saturating_sub(used),

@@ -108,10 +108,10 @@ impl Core {
 
     /// A private file that is grown beyond the slot limit, or fsynced, is visible from then on.
     pub fn show_early(&mut self, idx: Idx) {
-        if self.hot(idx).is_some_and(|hot| hot.private().is_some_and(|private| private.parent != NONE)) {
-            if self.show(idx) {
-                self.answer_lookups(idx);
-            }
+        let waits =
+            self.hot(idx).is_some_and(|hot| hot.private().is_some_and(|private| private.parent != NONE));
+        if waits && self.show(idx) {
+            self.answer_lookups(idx);
         }
     }
 
