@@ -206,7 +206,7 @@ impl Drop for Story {
 /// `exclusive`: files begin as private ones, which are published whole; else they are shared from the start.
 fn random_steps(exclusive: bool, options: Options, seed: u64) {
     let full = std::env::var_os("KVCACHEFS_TEST_FULL").is_some();
-    let (rounds, steps) = if full { (20, 1500) } else { (4, 600) };
+    let (rounds, steps) = if full { (20, 1500) } else { (3, 400) };
     println!("KVCACHEFS_TEST_SEED={seed}");
     let mut story = Story(seed, Vec::new());
     let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
