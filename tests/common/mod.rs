@@ -232,12 +232,6 @@ impl Mount {
         let _ = nix::mount::umount2(&self.dir, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH);
     }
 
-    /// Ends the connection. A daemon that was killed while it invalidated a name waits in the kernel for the directory,
-    /// whose lock a client holds that waits for the daemon: neither ends by itself.
-    fn abort(&self) {
-        let _ = nix::mount::umount2(&self.dir, nix::mount::MntFlags::MNT_FORCE);
-    }
-
     /// Waits until everything published is durable.
     pub fn drain(&self) {
         fs::File::open(&self.dir).unwrap().sync_all().unwrap();
