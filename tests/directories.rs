@@ -228,7 +228,7 @@ fn a_flat_directory_of_many_names_stays_cheap() {
     let (count, options) = if full {
         (1_000_000, Options::new(64, 6 << 10).arg("--l2-files-max=1200000"))
     } else {
-        (50_000, Options::new(64, 3 << 10))
+        (50_000, Options::new(64, 1 << 10).arg("--l2-files-max=60000"))
     };
     let mut mount = Mount::with(options);
     fs::create_dir(mount.at("d")).unwrap();

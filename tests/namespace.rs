@@ -257,7 +257,8 @@ fn names_have_up_to_255_bytes_of_any_kind() {
             .collect();
         let mut wanted = names.clone();
         wanted.push(long.clone().into_bytes());
-        (listed.sort(), wanted.sort());
+        listed.sort();
+        wanted.sort();
         assert!(listed == wanted);
         for name in &names {
             assert_eq!(&fs::read(mount.at(&long).join(OsStr::from_bytes(name))).unwrap(), name);

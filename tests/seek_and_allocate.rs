@@ -186,7 +186,8 @@ fn appenders_never_overwrite_each_other() {
     let mut wanted: Vec<_> =
         ["a", "b"].iter().flat_map(|name| (0..500).map(move |at| format!("{name}{at:07}"))).collect();
     wanted.push("c0000000".to_owned());
-    (lines.sort(), wanted.sort());
+    lines.sort();
+    wanted.sort();
     assert_eq!(lines, wanted);
     mount.check_quiet();
 }
