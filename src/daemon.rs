@@ -270,7 +270,8 @@ impl Daemon {
     fn start_threads(&mut self) -> Result<()> {
         let failed = |error| Error::caused_by("starting threads", error);
         self.store.start_completions(COMPLETION_THREADS).map_err(failed)?;
-        let runs: [(&str, fn(&Arc<Store>)); 4] = [
+        type Run = fn(&Arc<Store>);
+        let runs: [(&str, Run); 4] = [
             ("kv-write", Store::run_writer),
             ("kv-commit", Store::run_committer),
             ("kv-timer", Store::run_timer),

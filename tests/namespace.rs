@@ -142,6 +142,7 @@ fn rename_moves_and_replaces() {
     old.read_to_end(&mut read).unwrap();
     assert!(read == bytes(2, 70_000), "an open reader keeps what was replaced");
     assert_eq!(old.metadata().unwrap().nlink(), 0);
+    drop(old);
     fs::rename(at("b"), at("b")).unwrap();
     assert_eq!(errno(fs::rename(at("a"), at("c"))), libc::ENOENT);
     assert_eq!(errno(fs::rename(at("b"), at("none/b"))), libc::ENOENT);
@@ -256,7 +257,8 @@ fn names_have_up_to_255_bytes_of_any_kind() {
             .collect();
         let mut wanted = names.clone();
         wanted.push(long.clone().into_bytes());
-        (listed.sort(), wanted.sort());
+        listed.sort();
+        wanted.sort();
         assert!(listed == wanted);
         for name in &names {
             assert_eq!(&fs::read(mount.at(&long).join(OsStr::from_bytes(name))).unwrap(), name);

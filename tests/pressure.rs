@@ -164,20 +164,15 @@ impl Writers {
         let renamed = path.with_extension(format!("tmp{turn}"));
         let by_rename = turn.is_multiple_of(2);
         let target = if by_rename { &renamed } else { &path };
-        let result = File::create(target).and_then(|mut file| {
-            content.chunks(300_000).try_for_each(|piece| file.write_all(piece))?;
-            // Renamed while open, what others see is the whole file or none of it.
-            if by_rename { fs::rename(&renamed, &path) } else { Ok(()) }
-        });
-        if let Err(error) = result {
-            // Closed, a part of it would be published: it is not what readers expect.
-            match fs::remove_file(target) {
-                // Without L2 it may have left already.
-                Err(gone) if gone.kind() == ErrorKind::NotFound && memory_only() => {}
-                other => other?,
-            }
-            return Err(error);
+        let mut file = File::create(target)?;
+        let written = content.chunks(300_000).try_for_each(|piece| file.write_all(piece));
+        // Renamed while open: what others see is the whole file or none of it. What was refused goes before it is
+        // closed, since closing would publish a part of it.
+        written.or_else(|error| fs::remove_file(target).and(Err(error)))?;
+        if by_rename {
+            fs::rename(&renamed, &path)?;
         }
+        drop(file);
         self.written.fetch_add(content.len() as u64, Ordering::Relaxed);
         Ok(())
     }

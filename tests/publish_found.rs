@@ -13,6 +13,7 @@ use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use client::{Client, Watchdog, fill};
@@ -200,12 +201,15 @@ fn a_file_is_found_right_after_close_while_many_slow_reads_are_in_flight() {
     mount.check_quiet();
 }
 
-/// A mount whose daemon lives in a pid namespace of its own: whoever is outside has no number there.
-fn in_own_pid_namespace() -> Mount {
+/// A mount whose daemon lives in a pid namespace of its own: whoever is outside has no number there. With the first
+/// process of that namespace, without which nothing can live there.
+fn in_own_pid_namespace() -> (Child, Mount) {
     // Children of the thread that leaves the namespace are in the new one; the thread itself stays.
     std::thread::spawn(|| {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWPID).unwrap();
-        Mount::new()
+        // Ends with its standard input.
+        let first = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        (first, Mount::new())
     })
     .join()
     .unwrap()
@@ -213,7 +217,7 @@ fn in_own_pid_namespace() -> Mount {
 
 #[test]
 fn a_daemon_in_another_pid_namespace_shows_no_half_file() {
-    let mount = in_own_pid_namespace();
+    let (_first, mount) = in_own_pid_namespace();
     let _watchdog = Watchdog::new(&mount);
     // The kernel looks a name up before it renames or removes it, and here nobody finds a private name.
     follow(&mount, "unknown");
@@ -264,7 +268,7 @@ step('replaced')
 
 #[test]
 fn a_client_beside_a_daemon_in_another_pid_namespace_is_no_other_process() {
-    let mount = in_own_pid_namespace();
+    let (_first, mount) = in_own_pid_namespace();
     let _watchdog = Watchdog::new(&mount);
     // The client has a small number in the daemon's namespace; in `/proc` that is somebody else's.
     let mut client = std::thread::scope(|scope| {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use kvcachefs::l2::record::{Put, Record};
-use kvcachefs::l2::volume::{CatalogReader, Volume, VolumeOptions};
+use kvcachefs::l2::volume::{CatalogReader, PushRecord, Volume, VolumeOptions};
 use kvcachefs::l2::{DeviceOptions, Extent};
 
 use crate::cli::Cli;
@@ -105,7 +105,7 @@ fn format(device: &Path, cli: &Cli, files: u64) -> Result<()> {
     let pages = (cli.file_kib / 4) as u32;
     let blocks = (cli.file_kib * 1024).div_ceil(256 << 10) as u32;
     let mut encoded = Vec::new();
-    let mut push_all = |push: &mut dyn FnMut(&[u8]) -> std::io::Result<()>| {
+    let mut push_all = |push: &mut PushRecord<'_>| {
         // The root is node 0; directories follow it, then files.
         for id in 1..=DIRS + files {
             let mut put = Put { id: 1 << 32 | id, seq: id, mode: 0o644, ..Put::default() };

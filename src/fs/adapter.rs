@@ -53,7 +53,7 @@ fn fuse_errno(errno: Errno) -> FuseErrno {
 }
 
 fn caller(req: &Request) -> Caller {
-    Caller { tid: req.pid(), uid: req.uid(), gid: req.gid() }
+    Caller::new(req.pid(), req.uid(), req.gid())
 }
 
 fn time(nanos: i64) -> SystemTime {

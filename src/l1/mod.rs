@@ -8,6 +8,8 @@
 mod chunks;
 mod pool;
 mod slab;
+#[cfg(test)]
+mod tests;
 
 pub use self::chunks::{CHUNK_MAX, Chunk};
 pub use self::pool::{Owner, Pool, PoolConfig, PoolStats, RegionWatcher};

@@ -173,7 +173,7 @@ impl Pool {
             let memory = state.resting.remove(at)?;
             state.resting_bytes -= memory.bytes();
             state.stats.reused += 1;
-            memory.end_lending();
+            memory.take_from_rest();
             return Some(memory);
         }
         None
@@ -279,7 +279,7 @@ impl Pool {
         let mut state = self.state.lock();
         let bytes = memory.bytes();
         state.live -= bytes;
-        if memory.is_seen() {
+        if memory.was_seen() {
             state.resting_bytes += bytes;
             state.resting.push_back(memory);
         } else {

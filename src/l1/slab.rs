@@ -39,9 +39,9 @@ pub(super) struct Memory {
     region: AtomicU64,
     /// Engines have been told of it.
     announced: AtomicBool,
-    /// Has been opened in passthrough since it was taken from the pool.
+    /// Has been opened in passthrough since it was handed out.
     lent: AtomicBool,
-    /// The same since its pages were fresh.
+    /// Has been opened in passthrough since its pages were fresh.
     seen: AtomicBool,
     last_release: Mutex<Option<Instant>>,
     pub(super) owner: Mutex<Option<Owner>>,
@@ -159,13 +159,18 @@ impl Memory {
         self.lent.load(Ordering::Acquire)
     }
 
-    /// Nobody has it open or mapped any more: for its next file it is like any other.
-    pub(super) fn end_lending(&self) {
-        self.lent.store(false, Ordering::Release);
+    pub(super) fn was_seen(&self) -> bool {
+        self.seen.load(Ordering::Acquire)
     }
 
-    pub(super) fn is_seen(&self) -> bool {
-        self.seen.load(Ordering::Acquire)
+    pub(super) fn set_lent(&self) {
+        self.lent.store(true, Ordering::Release);
+        self.seen.store(true, Ordering::Release);
+    }
+
+    /// It is used again with its pages: nobody has it, but who had it is not forgotten.
+    pub(super) fn take_from_rest(&self) {
+        self.lent.store(false, Ordering::Release);
     }
 
     pub(super) fn last_release(&self) -> Option<Instant> {
@@ -338,11 +343,15 @@ impl Slab {
         }
     }
 
-    /// Clients have been given the slab to read.
-    pub fn mark_lent(&self) {
-        let memory = self.memory();
-        memory.seen.store(true, Ordering::Release);
-        memory.lent.store(true, Ordering::Release);
+    /// Clients have been given the slab to read, as a file of `owner`. If that is no longer whom it was taken for (the
+    /// file changed hands), its pages are used again for nobody.
+    pub fn mark_lent(&self, owner: Owner) {
+        let mut taken_for = self.memory().owner.lock();
+        if *taken_for != Some(owner) {
+            *taken_for = None;
+        }
+        drop(taken_for);
+        self.memory().set_lent();
     }
 
     pub fn is_lent(&self) -> bool {

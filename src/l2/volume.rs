@@ -49,6 +49,9 @@ pub trait CatalogReader {
 /// Puts an engine in front of a device's own, such as [`super::Faulty`].
 pub type Wrap = fn(Arc<dyn Engine>) -> Arc<dyn Engine>;
 
+/// Takes one record of a checkpoint.
+pub type PushRecord<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
+
 pub struct VolumeOptions {
     /// For tests.
     pub wrap: Option<Wrap>,
@@ -270,10 +273,7 @@ impl Volume {
     }
 
     /// Has `write` push every record of the state, and makes that the checkpoint.
-    pub fn checkpoint(
-        &self,
-        write: &mut dyn FnMut(&mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()>,
-    ) -> io::Result<()> {
+    pub fn checkpoint(&self, write: &mut dyn FnMut(&mut PushRecord<'_>) -> io::Result<()>) -> io::Result<()> {
         let mut checkpoint = self.journal.lock().begin_checkpoint();
         write(&mut |record| Ok(checkpoint.push(record)?))?;
         // Records name bytes that have been written; those must be durable before the records are.

@@ -119,14 +119,9 @@ impl Core {
     fn allocated(&self, idx: Idx) -> u64 {
         let node = self.node(idx);
         let Some(hot) = node.hot.as_ref().filter(|hot| hot.placed) else {
-            let holes: u64 = node
-                .extents
-                .as_slice()
-                .iter()
-                .filter(|extent| extent.start == super::core::HOLE)
-                .map(|extent| u64::from(extent.blocks) * 4096)
-                .sum();
-            return node.size.next_multiple_of(4096).saturating_sub(holes);
+            // What is not listed at the end is a hole, too.
+            let data = node.extents.as_slice().iter().filter(|extent| extent.start != super::core::HOLE);
+            return data.map(|extent| u64::from(extent.blocks) * 4096).sum();
         };
         if hot.base.is_some() {
             return node.size.next_multiple_of(4096);
@@ -408,7 +403,7 @@ impl Store {
         } else {
             (core.settings.capacity_pages, core.space.used())
         };
-        let live = core.tree.nodes.len() as u64;
+        let live = core.tree.nodes.count() as u64;
         Capacity {
             pages,
             free: pages.saturating_sub(used),

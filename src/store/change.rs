@@ -216,8 +216,7 @@ impl Core {
                 if self.hot(base).is_some_and(|hot| hot.blocks.get(index).is_some_and(|block| block.bad)) {
                     return Err(Stop::Fail(Errno::EIO));
                 }
-                self.load_blocks(base, index..index + 1, true);
-                return Err(Stop::Load);
+                return Err(self.load_block(base, index));
             };
             self.take_block(idx, index, len, false)?;
             let hot = self.hot_mut(idx);
@@ -242,6 +241,12 @@ impl Core {
         Ok(())
     }
 
+    /// Brings a block that a change needs, and says what the change waits for: without memory, that is room, for which
+    /// others are spilled.
+    fn load_block(&mut self, idx: Idx, index: usize) -> Stop {
+        if self.load_blocks(idx, index..index + 1, true) { Stop::Load } else { Stop::Room }
+    }
+
     /// Gets credit, room and memory for `len` bytes of block `index`. With `keep`, the bytes that are there stay.
     fn take_block(&mut self, idx: Idx, index: usize, len: usize, keep: bool) -> Result<(), Stop> {
         let hot = self.hot_mut(idx);
@@ -256,8 +261,7 @@ impl Core {
             return Err(Stop::Fail(Errno::EIO));
         }
         if keep && block.mem.is_none() && !block.place.is_empty() {
-            self.load_blocks(idx, index..index + 1, true);
-            return Err(Stop::Load);
+            return Err(self.load_block(idx, index));
         }
         let (charge, reserved) = (block.charge, block.reserved);
         if !self.settings.memory_only {
@@ -510,6 +514,7 @@ impl Core {
         }
         self.counters.written_bytes += len as u64;
         self.mark_slot(idx);
+        self.wake_if_unpinned(idx);
         self.close_if_done(idx);
     }
 

@@ -643,10 +643,9 @@ impl Core {
 
     /// Adds a node without a name.
     pub fn new_node(&mut self, detail: Detail, mode: u32, uid: u32, gid: u32) -> Result<Idx, Errno> {
-        if self.tree.nodes.len() as u64 >= self.settings.files_max {
-            if !self.settings.evict || !self.evict_file() {
-                return Err(Errno::ENOSPC);
-            }
+        let full = self.tree.nodes.count() as u64 >= self.settings.files_max;
+        if full && !(self.settings.evict && self.evict_file()) {
+            return Err(Errno::ENOSPC);
         }
         let node = Node::new(detail, (mode & 0o7777) as u16, uid, gid, now());
         Ok(self.tree.nodes.insert(node))

@@ -174,7 +174,7 @@ pub struct PendingLookup {
 pub struct Hot {
     pub phase: Phase,
     pub slab: Option<Slab>,
-    /// Sealed while some of its blocks were outside the slab: what comes from the device goes into chunks.
+    /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
     pub mixed: bool,
     /// Bytes of the slab, from its start, whose content is defined. Beyond, up to the file's size, are zeros
     /// that nobody has written into recycled memory yet. Only while unsealed.
@@ -335,6 +335,7 @@ impl Hot {
     /// Whether every block is in L1, in one slab: what passthrough needs.
     pub fn whole_slab(&self, size: u64) -> bool {
         self.slab.is_some()
+            && !self.mixed
             && size > 0
             && self.blocks.len() == blocks_for(size)
             && self.blocks.iter().all(|block| matches!(block.mem, Mem::Slab) && block.resident())

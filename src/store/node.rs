@@ -274,7 +274,7 @@ enum Entry {
 }
 
 impl Arena {
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.live
     }
 
@@ -437,6 +437,6 @@ mod tests {
         arena.restored();
         assert!(arena.by_id(id).is_some());
         assert_eq!(arena.insert(node()), 0);
-        assert_eq!(arena.len(), 2);
+        assert_eq!(arena.count(), 2);
     }
 }

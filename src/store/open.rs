@@ -202,6 +202,7 @@ impl Core {
 
     fn add_handle(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Handle {
         let id = self.id(idx);
+        let owner = self.owner(idx);
         let hot = self.hot_mut(idx);
         match hot.opened.iter_mut().find(|opened| opened.ino == ino) {
             Some(opened) => opened.handles += 1,
@@ -216,7 +217,7 @@ impl Core {
         let maker = hot.private().map_or(0, |private| private.tgid);
         if mode == Mode::Passthrough {
             if let Some(slab) = &hot.slab {
-                slab.mark_lent();
+                slab.mark_lent(owner);
             }
             hot.promoted_unread = false;
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);

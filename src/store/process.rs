@@ -5,6 +5,7 @@
 //! descriptors are being closed.
 
 use std::fs;
+use std::sync::OnceLock;
 
 /// The caller of a request.
 #[derive(Clone, Copy, Debug)]
@@ -13,6 +14,22 @@ pub struct Caller {
     pub tid: u32,
     pub uid: u32,
     pub gid: u32,
+}
+
+/// Whether `/proc` numbers processes as the requests do. A daemon in a pid namespace of its own that sees the `/proc` of
+/// another would take every caller for somebody else.
+fn proc_is_ours() -> bool {
+    static OURS: OnceLock<bool> = OnceLock::new();
+    *OURS.get_or_init(|| {
+        fs::read_link("/proc/self")
+            .is_ok_and(|own| own.as_os_str() == std::process::id().to_string().as_str())
+    })
+}
+
+impl Caller {
+    pub fn new(tid: u32, uid: u32, gid: u32) -> Self {
+        Self { tid: if proc_is_ours() { tid } else { 0 }, uid, gid }
+    }
 }
 
 /// The process that thread `tid` belongs to; 0 where it cannot be known.

@@ -108,10 +108,10 @@ impl Core {
 
     /// A private file that is grown beyond the slot limit, or fsynced, is visible from then on.
     pub fn show_early(&mut self, idx: Idx) {
-        if self.hot(idx).is_some_and(|hot| hot.private().is_some_and(|private| private.parent != NONE)) {
-            if self.show(idx) {
-                self.answer_lookups(idx);
-            }
+        let waits =
+            self.hot(idx).is_some_and(|hot| hot.private().is_some_and(|private| private.parent != NONE));
+        if waits && self.show(idx) {
+            self.answer_lookups(idx);
         }
     }
 
@@ -196,7 +196,11 @@ impl Core {
             let pages = u32::try_from(size.div_ceil(4096)).unwrap_or(u32::MAX);
             let fits = slab.pages() == pages || (!slab.is_lent() && slab.resize(pages));
             if !fits || slab.set_len(size).is_err() {
+                // The kernel would show its length as the file's.
                 log::warn!("a slab of {} pages could not be cut to {size} bytes", slab.pages());
+                let (start, end) = (size as usize, size.next_multiple_of(4096) as usize);
+                slab.span(start..end).zero(0..end - start);
+                hot.mixed = true;
             }
             slab.announce();
         }

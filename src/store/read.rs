@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use nix::errno::Errno;
-use smallvec::SmallVec;
 
 use super::core::{Core, Effect};
 use super::hot::{BLOCK, Block, Mem, PendingRead};
@@ -17,7 +16,7 @@ use crate::memory::Span;
 /// Where the bytes of a read come from. Their file is pinned until they have been handed over.
 struct Ready {
     id: NodeId,
-    pieces: SmallVec<[Piece; 6]>,
+    pieces: Vec<Piece>,
     len: usize,
     sealed: bool,
 }
@@ -49,7 +48,7 @@ impl Core {
         let len = (len as u64).min(size - offset) as usize;
         let end = offset + len as u64;
         let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
-        let mut pieces: SmallVec<[Piece; 6]> = SmallVec::new();
+        let mut pieces: Vec<Piece> = Vec::new();
         for index in first..=last {
             let start = index as u64 * BLOCK;
             let (from, to) =
@@ -180,7 +179,16 @@ impl Core {
     fn unpin(&mut self, id: NodeId) {
         if let Some(idx) = self.by_id(id) {
             self.hot_mut(idx).pins -= 1;
+            self.wake_if_unpinned(idx);
             self.close_if_done(idx);
+        }
+    }
+
+    /// The writer copies from a file under construction only while nobody else copies; it may have found somebody.
+    pub fn wake_if_unpinned(&mut self, idx: Idx) {
+        let hot = self.hot_mut(idx);
+        if hot.pins == 0 && !hot.sealed() {
+            self.wakes.writer |= !self.queue.is_empty() || !self.waiters.is_empty();
         }
     }
 }

@@ -65,7 +65,7 @@ impl Recovery {
         self.tree.nodes.restored();
         let mut dropped = Vec::new();
         let mut lost = Vec::new();
-        self.tree.reserve(self.tree.nodes.len());
+        self.tree.reserve(self.tree.nodes.count());
         for idx in 1..self.tree.nodes.end() {
             let Some(node) = self.tree.nodes.get(idx) else { continue };
             // Until here, `seq` of the links holds the parent's id: see `node`.

@@ -8,6 +8,9 @@ use smallvec::SmallVec;
 
 use super::node::{Arena, Idx, Kind, MOVED, NAMED, NONE, Node, ROOT};
 
+/// A directory and a name in it.
+type Name = (Idx, Box<[u8]>);
+
 #[derive(Default)]
 pub struct Tree {
     pub nodes: Arena,
@@ -15,7 +18,7 @@ pub struct Tree {
     names: HashTable<Idx>,
     hasher: DefaultHashBuilder,
     /// Versions under construction, by the name they will have. Newest last.
-    privates: HashMap<(Idx, Box<[u8]>), SmallVec<[Idx; 1]>>,
+    privates: HashMap<Name, SmallVec<[Idx; 1]>>,
     pub files: u64,
     pub dirs: u64,
 }

@@ -96,14 +96,15 @@ impl Core {
                     let Some(idx) = self.by_id(id) else { continue };
                     let stored = entry.state == State::Written && self.is_wanted(idx);
                     if stored && self.hot_mut(idx).sealed() && self.hot_mut(idx).dirty_blocks() {
-                        // A record must never name less than the whole file.
-                        debug_assert!(false, "an entry was taken for stored with blocks in memory only");
-                        log::error!(
-                            "{} is not wholly on the device; it is stored again",
-                            self.tree.path(idx)
-                        );
-                        self.hot_mut(idx).write_back = WriteBack::None;
-                        let seq = self.store_soon(idx);
+                        // A record must never name less than the whole file. It was written to in place, and sealed
+                        // again, after this entry had been written: its next entry stores it.
+                        if self.hot_mut(idx).write_back == WriteBack::Queued(entry.seq) {
+                            self.hot_mut(idx).write_back = WriteBack::None;
+                        }
+                        let seq = match self.hot_mut(idx).write_back {
+                            WriteBack::Queued(seq) => seq,
+                            WriteBack::None => self.store_soon(idx),
+                        };
                         self.hot_mut(idx)
                             .fsyncs
                             .iter_mut()

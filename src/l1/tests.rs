@@ -1,0 +1,289 @@
+//! The budget holds whatever is asked for; slabs go to whom they may go; chunks do not overlap.
+
+use std::io::Read;
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::chunks::chunk_bytes;
+use super::{CHUNK_MAX, Chunk, Owner, Pool, PoolConfig, Slab};
+
+const MIB: u64 = 1 << 20;
+const HERE: Owner = Owner { uid: 1, namespace: 1 };
+const THERE: Owner = Owner { uid: 2, namespace: 1 };
+const ELSEWHERE: Owner = Owner { uid: 1, namespace: 2 };
+
+fn config() -> PoolConfig {
+    PoolConfig {
+        budget_bytes: 16 * MIB,
+        lock: false,
+        huge_pages: false,
+        rest: Duration::ZERO,
+        strict: false,
+        chunk_reserve_bytes: 4 * MIB,
+        slab_bytes_max: 8 * MIB,
+        slabs_max: 1000,
+    }
+}
+
+fn pool(change: impl FnOnce(&mut PoolConfig)) -> Arc<Pool> {
+    let mut config = config();
+    change(&mut config);
+    Pool::new(config, None).expect("a pool")
+}
+
+/// What a client has when it opened the slab's file in passthrough: a description of its own.
+fn opened(slab: &Slab) -> std::fs::File {
+    use std::os::fd::AsRawFd;
+    std::fs::File::open(format!("/proc/self/fd/{}", slab.backing_fd().as_raw_fd())).expect("open a slab")
+}
+
+fn fill(slab: &Slab, byte: u8) {
+    let span = slab.span(0..slab.capacity_bytes() as usize);
+    span.copy_from(0, &vec![byte; slab.capacity_bytes() as usize]);
+}
+
+fn holds(slab: &Slab, byte: u8) -> bool {
+    slab.span(0..slab.capacity_bytes() as usize).with_bytes(|bytes| bytes.iter().all(|at| *at == byte))
+}
+
+/// A slab that `HERE` has written, a client has read, and both have let go.
+fn read_and_released(pool: &Arc<Pool>, pages: u32) {
+    let slab = pool.slab(pages, HERE).expect("a slab");
+    fill(&slab, 7);
+    slab.mark_lent(HERE);
+    drop(opened(&slab));
+    slab.touch_release();
+}
+
+#[test]
+fn a_slab_that_nobody_saw_goes_to_anybody() {
+    let pool = pool(|_| ());
+    let slab = pool.slab(300, HERE).expect("a slab");
+    fill(&slab, 7);
+    drop(slab);
+    assert!(holds(&pool.slab(300, THERE).expect("a slab"), 7), "it is the same one");
+    assert_eq!(pool.stats().created, 1);
+}
+
+#[test]
+fn a_slab_that_was_read_goes_only_to_its_owner() {
+    let pool = pool(|_| ());
+    read_and_released(&pool, 300);
+    assert_eq!(pool.stats().resting, 300 * 4096);
+    for stranger in [THERE, ELSEWHERE] {
+        assert!(holds(&pool.slab(300, stranger).expect("a slab"), 0), "{stranger:?} sees old pages");
+    }
+    // What they had came back unseen and is free; with that in hand, the owner's next is the one that rested.
+    let _free = pool.slab(300, HERE).expect("a slab");
+    assert!(holds(&pool.slab(300, HERE).expect("a slab"), 7), "the owner does not get its slab back");
+}
+
+#[test]
+fn a_slab_that_rested_is_cut_like_a_new_one_and_rests_again() {
+    let pool = pool(|_| ());
+    read_and_released(&pool, 300);
+    let slab = pool.slab(300, HERE).expect("a slab");
+    assert!(holds(&slab, 7));
+    assert!(!slab.is_lent() && slab.resize(200), "it is nobody's now");
+    drop(slab);
+    // Nobody read it this time, but who read it before may still have its pages.
+    assert!(holds(&pool.slab(200, THERE).expect("a slab"), 0));
+    assert_eq!(pool.stats().resting, 200 * 4096);
+}
+
+#[test]
+fn a_slab_whose_file_changed_hands_goes_to_nobody() {
+    let pool = pool(|_| ());
+    let slab = pool.slab(300, HERE).expect("a slab");
+    fill(&slab, 7);
+    slab.mark_lent(THERE);
+    slab.touch_release();
+    drop(slab);
+    for owner in [HERE, THERE] {
+        assert!(holds(&pool.slab(300, owner).expect("a slab"), 0), "{owner:?} sees old pages");
+    }
+}
+
+#[test]
+fn before_its_rest_is_over_a_slab_is_not_used_again() {
+    let pool = pool(|config| config.rest = Duration::from_secs(3600));
+    read_and_released(&pool, 300);
+    assert!(holds(&pool.slab(300, HERE).expect("a slab"), 0));
+    assert_eq!(pool.stats().reused, 0);
+}
+
+#[test]
+fn a_strict_pool_never_uses_a_slab_again_that_was_read() {
+    let pool = pool(|config| config.strict = true);
+    read_and_released(&pool, 300);
+    assert!(holds(&pool.slab(300, HERE).expect("a slab"), 0));
+    assert_eq!(pool.stats().reused, 0);
+}
+
+#[test]
+fn a_slab_that_is_still_open_is_left_alone_and_counted_as_lent() {
+    let pool = pool(|_| ());
+    let slab = pool.slab(512, HERE).expect("a slab");
+    fill(&slab, 7);
+    let mut client = opened(&slab);
+    slab.mark_lent(HERE);
+    slab.touch_release();
+    drop(slab);
+    pool.tend();
+    assert_eq!(pool.stats().lent, 2 * MIB);
+    // All of L1 that slabs may have, but for what is lent.
+    let others: Vec<_> = std::iter::from_fn(|| pool.slab(512, HERE)).collect();
+    assert_eq!(others.len(), 5);
+    others.iter().for_each(|slab| fill(slab, 9));
+    let mut seen = Vec::new();
+    client.read_to_end(&mut seen).expect("read");
+    assert!(seen.len() == 512 * 4096 && seen.iter().all(|byte| *byte == 7));
+    drop(client);
+    pool.tend();
+    assert_eq!((pool.stats().lent, pool.stats().resting), (0, 2 * MIB));
+}
+
+#[test]
+fn the_reserve_is_for_chunks() {
+    let pool = pool(|_| ());
+    let slabs: Vec<_> = std::iter::from_fn(|| pool.slab(256, HERE)).collect();
+    assert_eq!(slabs.len(), 12, "slabs take the budget without the reserve");
+    let chunks: Vec<_> = std::iter::from_fn(|| pool.chunk(CHUNK_MAX)).collect();
+    assert_eq!(chunks.len(), 16, "chunks take the reserve");
+    drop(slabs);
+    let more: Vec<_> = std::iter::from_fn(|| pool.chunk(CHUNK_MAX)).collect();
+    assert_eq!(more.len(), 48, "chunks may take what slabs do not use");
+    assert_eq!(pool.stats().peak_total, 16 * MIB);
+    drop((chunks, more));
+    assert!(pool.slab(2048, HERE).is_some(), "arenas that hold nothing make room for slabs");
+}
+
+#[test]
+fn a_slab_grows_only_within_the_budget_and_shrinks_always() {
+    let pool = pool(|_| ());
+    let first = pool.slab(1024, HERE).expect("a slab");
+    let second = pool.slab(1024, HERE).expect("a slab");
+    fill(&first, 7);
+    assert!(!first.resize(2049), "larger than a slab may be");
+    assert!(first.resize(2048));
+    assert!(!second.resize(1025), "the budget is used up");
+    assert!(first.resize(1024) && holds(&first, 7), "what stays keeps its bytes");
+    assert!(second.resize(2048));
+    assert!(!first.resize(0));
+    assert_eq!(pool.stats().used_slabs, 12 * MIB);
+}
+
+#[test]
+fn the_tail_of_a_cut_slab_is_zero_and_its_length_exact() {
+    let pool = pool(|_| ());
+    let slab = pool.slab(2, HERE).expect("a slab");
+    fill(&slab, 7);
+    assert!(slab.set_len(4096).is_err() && slab.set_len(8193).is_err(), "that is another number of pages");
+    slab.set_len(4097).expect("cut");
+    let mut seen = Vec::new();
+    opened(&slab).read_to_end(&mut seen).expect("read");
+    assert_eq!(seen, vec![7; 4097]);
+    slab.span(4097..8192).with_bytes(|bytes| assert!(bytes.iter().all(|byte| *byte == 0)));
+    drop(slab);
+    assert_eq!(opened(&pool.slab(2, HERE).expect("a slab")).metadata().expect("stat").len(), 8192);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Slab { pages: u32, owner: u32 },
+    Chunk { len: usize },
+    Resize { at: usize, pages: u32 },
+    Lend { at: usize },
+    DropSlab { at: usize },
+    DropChunk { at: usize },
+    Tend,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let at = any::<prop::sample::Index>().prop_map(|index| index.index(1 << 20));
+    let step = prop_oneof![
+        3 => (1..900_u32, 0..3_u32).prop_map(|(pages, owner)| Step::Slab { pages, owner }),
+        2 => (0..3_u32).prop_map(|owner| Step::Slab { pages: 256, owner }),
+        5 => (1..=CHUNK_MAX).prop_map(|len| Step::Chunk { len }),
+        2 => (at.clone(), 0..2500_u32).prop_map(|(at, pages)| Step::Resize { at, pages }),
+        2 => at.clone().prop_map(|at| Step::Lend { at }),
+        3 => at.clone().prop_map(|at| Step::DropSlab { at }),
+        3 => at.prop_map(|at| Step::DropChunk { at }),
+        1 => Just(Step::Tend),
+    ];
+    prop::collection::vec(step, 1..150)
+}
+
+/// Where the chunks are: no two share a byte, and each is as large as was asked.
+fn check_chunks(chunks: &[(Chunk, usize)]) {
+    let mut places: Vec<(usize, usize)> = chunks
+        .iter()
+        .map(|(chunk, len)| {
+            assert!(chunk.len() >= *len && chunk.len() == chunk_bytes(*len));
+            (chunk.span().as_ptr() as usize, chunk.len())
+        })
+        .collect();
+    places.sort_unstable();
+    assert!(places.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "two chunks overlap");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_is_asked_the_budget_holds_and_the_sums_agree(steps in steps()) {
+        let pool = pool(|_| ());
+        let mut slabs: Vec<(Slab, Owner)> = Vec::new();
+        let mut chunks: Vec<(Chunk, usize)> = Vec::new();
+        for step in steps {
+            match step {
+                Step::Slab { pages, owner } => {
+                    let owner = Owner { uid: owner, namespace: 0 };
+                    if let Some(slab) = pool.slab(pages, owner) {
+                        prop_assert_eq!(slab.pages(), pages);
+                        slabs.push((slab, owner));
+                    }
+                }
+                Step::Chunk { len } => chunks.extend(pool.chunk(len).map(|chunk| (chunk, len))),
+                Step::Resize { at, pages } if !slabs.is_empty() => {
+                    let slab = &slabs[at % slabs.len()].0;
+                    let before = slab.pages();
+                    let done = slab.resize(pages);
+                    prop_assert_eq!(slab.pages(), if done { pages } else { before });
+                }
+                Step::Lend { at } if !slabs.is_empty() => {
+                    let (slab, owner) = &slabs[at % slabs.len()];
+                    slab.mark_lent(*owner);
+                    slab.touch_release();
+                }
+                Step::DropSlab { at } if !slabs.is_empty() => {
+                    slabs.swap_remove(at % slabs.len());
+                }
+                Step::DropChunk { at } if !chunks.is_empty() => {
+                    chunks.swap_remove(at % chunks.len());
+                }
+                Step::Tend => {
+                    pool.tend();
+                }
+                _ => {}
+            }
+            let stats = pool.stats();
+            prop_assert!(stats.peak_total <= stats.budget, "{:?}", stats);
+            let parts = stats.used_slabs + stats.arenas + stats.free_slabs + stats.resting + stats.lent;
+            prop_assert_eq!(stats.total, parts, "{:?}", stats);
+            let used: u64 = slabs.iter().map(|(slab, _)| slab.capacity_bytes()).sum();
+            prop_assert_eq!(stats.used_slabs, used);
+            let used: usize = chunks.iter().map(|(chunk, _)| chunk.len()).sum();
+            prop_assert_eq!(stats.used_chunks, used as u64);
+        }
+        check_chunks(&chunks);
+        drop((slabs, chunks));
+        let stats = pool.stats();
+        prop_assert_eq!((stats.used_slabs, stats.used_chunks), (0, 0));
+        // Everything has been joined again, so an arena takes as many of the largest as it ever could.
+        let all: Vec<_> = std::iter::from_fn(|| pool.chunk(CHUNK_MAX)).collect();
+        prop_assert_eq!(all.len() as u64, stats.budget / CHUNK_MAX as u64);
+    }
+}

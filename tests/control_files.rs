@@ -1,0 +1,241 @@
+//! `.ctl`: what people and Prometheus read there, that it can be followed, and that nobody can change it.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
+
+mod common;
+
+use std::collections::{HashMap, HashSet};
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::process::{Command, Stdio};
+
+use common::{Mount, bytes, memory_only};
+use nix::libc;
+
+fn errno<T: std::fmt::Debug, E: Into<std::io::Error>>(result: Result<T, E>) -> i32 {
+    result.map_err(Into::into).unwrap_err().raw_os_error().unwrap()
+}
+
+fn read(mount: &Mount, name: &str) -> String {
+    fs::read_to_string(mount.at(".ctl").join(name)).unwrap()
+}
+
+const PLAIN: [&str; 6] = ["status", "stats", "metrics", "config", "version", "events"];
+
+#[test]
+fn control_files_are_there_and_not_in_the_way() {
+    let mount = Mount::new();
+    fs::write(mount.at("f"), b"x").unwrap();
+    let names = |path: &str| -> HashSet<String> {
+        fs::read_dir(mount.at(path))
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect()
+    };
+    assert_eq!(names(""), HashSet::from(["f".to_owned()]), ".ctl is not listed");
+    let control = names(".ctl");
+    for name in PLAIN {
+        assert!(control.contains(name), "{name} in {control:?}");
+    }
+    for name in &control {
+        let meta = fs::metadata(mount.at(".ctl").join(name)).unwrap();
+        assert!(meta.is_file(), "{name}");
+    }
+    assert_eq!(errno(fs::metadata(mount.at(".ctl/none"))), libc::ENOENT);
+    assert_eq!(errno(fs::metadata(mount.at(".ctl/status/x"))), libc::ENOTDIR);
+    assert_eq!(errno(fs::read_dir(mount.at(".ctl/status"))), libc::ENOTDIR);
+    // Only the root has one; elsewhere it is a name like any other.
+    fs::create_dir(mount.at("d")).unwrap();
+    assert_eq!(errno(fs::metadata(mount.at("d/.ctl"))), libc::ENOENT);
+    fs::write(mount.at("d/.ctl"), b"mine").unwrap();
+    assert_eq!(fs::read(mount.at("d/.ctl")).unwrap(), b"mine");
+    let output = Command::new("ls").arg("-la").arg(mount.at(".ctl")).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let listed = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        listed.lines().any(|line| line.ends_with(" .")) && listed.lines().any(|line| line.ends_with(" .."))
+    );
+}
+
+#[test]
+fn status_version_and_config_say_what_is_mounted() {
+    let mount = Mount::new();
+    fs::write(mount.at("f"), bytes(1, 3 << 20)).unwrap();
+    assert_eq!(read(&mount, "version"), format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")));
+    let status = read(&mount, "status");
+    assert!(status.starts_with(&format!("kvcachefs {}", env!("CARGO_PKG_VERSION"))), "{status}");
+    for part in ["health ok", "files 1 ", "L1 ", "128MiB", "L2 ", "published 1 files, 3MiB"] {
+        assert!(status.contains(part), "{part} in:\n{status}");
+    }
+    assert!(
+        status.lines().count() <= 24 && status.lines().all(|line| line.len() <= 160),
+        "one screen:\n{status}"
+    );
+    let config = read(&mount, "config");
+    assert!(config.contains("l1") && config.contains("128MiB"), "{config}");
+    if !memory_only() && common::mode() != common::Mode::Block {
+        assert!(config.contains(mount.store().to_str().unwrap()), "{config}");
+    }
+}
+
+#[test]
+fn stats_and_metrics_agree() {
+    let mount = Mount::new();
+    for at in 0..10 {
+        fs::write(mount.at(&format!("f{at}")), bytes(at, 100_000)).unwrap();
+    }
+    mount.drain();
+    let stats: HashMap<String, u64> = read(&mount, "stats")
+        .lines()
+        .map(|line| {
+            let (key, value) = line.split_once(' ').unwrap();
+            (key.to_owned(), value.parse().unwrap())
+        })
+        .collect();
+    assert_eq!((stats["files"], stats["published_files"], stats["published_bytes"]), (10, 10, 1_000_000));
+
+    let text = read(&mount, "metrics");
+    assert!(text.ends_with('\n'));
+    let mut help = HashSet::new();
+    let mut kinds: HashMap<String, String> = HashMap::new();
+    let mut values: HashMap<String, f64> = HashMap::new();
+    for line in text.lines() {
+        if let Some(rest) = line.strip_prefix("# HELP ") {
+            let (name, what) = rest.split_once(' ').unwrap();
+            assert!(what.len() > 3 && what.ends_with('.'), "{line}");
+            assert!(help.insert(name.to_owned()), "HELP twice: {line}");
+        } else if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').unwrap();
+            assert!(help.contains(name), "HELP comes first: {line}");
+            assert!(["counter", "gauge"].contains(&kind), "{line}");
+            assert!(kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "TYPE twice: {line}");
+        } else {
+            let (name, value) = line.split_once(' ').unwrap();
+            let legal = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+            assert!(name.starts_with("kvcachefs_") && name.chars().all(legal), "{line}");
+            let kind = kinds.get(name).unwrap_or_else(|| panic!("no TYPE before {line}"));
+            assert_eq!(kind == "counter", name.ends_with("_total"), "{line}");
+            let unit = name.trim_end_matches("_total");
+            for small in ["_kb", "_mb", "_kib", "_mib", "_ms", "_us", "_ns", "_pages", "_percent"] {
+                assert!(!unit.ends_with(small), "base units only: {line}");
+            }
+            assert!(values.insert(name.to_owned(), value.parse().unwrap()).is_none(), "twice: {line}");
+        }
+    }
+    assert_eq!((help.len(), kinds.len()), (values.len(), values.len()));
+    // The process is no measurement.
+    for (key, value) in stats.into_iter().filter(|(key, _)| key != "pid") {
+        let (gauge, counter) = (format!("kvcachefs_{key}"), format!("kvcachefs_{key}_total"));
+        let metric = values.get(&gauge).or_else(|| values.get(&counter));
+        let metric = *metric.unwrap_or_else(|| panic!("no metric for {key}"));
+        // Reading is itself counted.
+        let moves = key.starts_with("lookup") || key.contains("commit") || key.contains("checkpoint");
+        assert!(metric == value as f64 || moves, "{key}: {value} in stats, {metric} in metrics");
+    }
+}
+
+#[test]
+fn what_is_open_does_not_change_while_it_is_read() {
+    let mount = Mount::new();
+    let mut stats = File::open(mount.at(".ctl/stats")).unwrap();
+    let mut first = [0; 100];
+    stats.read_exact(&mut first).unwrap();
+    for at in 0..50 {
+        fs::write(mount.at(&format!("f{at}")), b"x").unwrap();
+    }
+    let mut rest = String::new();
+    stats.read_to_string(&mut rest).unwrap();
+    let text = String::from_utf8(first.to_vec()).unwrap() + &rest;
+    assert!(text.contains("published_files 0\n"), "one instant:\n{text}");
+    assert!(read(&mount, "stats").contains("published_files 50\n"));
+}
+
+#[test]
+fn nobody_changes_a_control_file() {
+    let mount = Mount::new();
+    let at = |name: &str| mount.at(".ctl").join(name);
+    for name in PLAIN {
+        assert_eq!(errno(OpenOptions::new().write(true).open(at(name))), libc::EACCES, "{name}");
+        assert_eq!(errno(fs::write(at(name), b"x")), libc::EACCES, "{name}");
+        for result in [
+            fs::remove_file(at(name)),
+            fs::rename(at(name), mount.at("stolen")),
+            fs::rename(at(name), at("other")),
+            fs::set_permissions(at(name), PermissionsExt::from_mode(0o777)),
+            fs::hard_link(at(name), mount.at("link")),
+            nix::unistd::truncate(&at(name), 0).map_err(Into::into),
+            rustix::fs::setxattr(at(name), "user.x", b"1", rustix::fs::XattrFlags::empty())
+                .map_err(Into::into),
+        ] {
+            assert_eq!(errno(result), libc::EPERM, "{name}");
+        }
+    }
+    fs::write(mount.at("f"), b"x").unwrap();
+    for result in [
+        fs::write(at("new"), b"x"),
+        fs::create_dir(at("new")),
+        symlink("x", at("new")),
+        fs::rename(mount.at("f"), at("status")),
+        fs::rename(mount.at("f"), at("new")),
+        fs::rename(mount.at(".ctl"), mount.at("moved")),
+        fs::remove_dir(mount.at(".ctl")),
+        fs::set_permissions(mount.at(".ctl"), PermissionsExt::from_mode(0o777)),
+    ] {
+        assert_eq!(errno(result), libc::EPERM);
+    }
+    assert_eq!(errno(fs::create_dir(mount.at(".ctl"))), libc::EEXIST);
+    assert_eq!(fs::read(mount.at("f")).unwrap(), b"x");
+    assert_eq!(read(&mount, "version"), format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")));
+    // cp looks for holes before it reads, and fsyncs nothing.
+    for name in PLAIN {
+        let copy = mount.scratch.path().join("copy");
+        let status = Command::new("cp").arg(at(name)).arg(&copy).status().unwrap();
+        assert!(status.success(), "cp {name}");
+        assert!(name == "events" || !fs::read(&copy).unwrap().is_empty(), "cp {name}");
+    }
+}
+
+/// Makes the daemon tell of something: a file whose writer is killed is discarded.
+fn cause_event(mount: &Mount, name: &str) {
+    let script = "exec 3> \"$0\"; echo part >&3; kill -9 $$";
+    let status = Command::new("bash").arg("-c").arg(script).arg(mount.at(name)).status().unwrap();
+    assert!(!status.success());
+    common::run::wait_until("the event", || mount.events().contains(name));
+}
+
+#[test]
+fn events_can_be_followed() {
+    let mount = Mount::new();
+    cause_event(&mount, "early");
+    let mut tail = Command::new("tail")
+        .args(["-f", "-s", "0.05", "-n", "+1"])
+        .arg(mount.at(".ctl/events"))
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(tail.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut wait_for = |name: &str| {
+        let line = lines.find(|line| line.contains(name)).unwrap();
+        let (at, text) = line.split_once(' ').unwrap();
+        assert!(at.parse::<f64>().unwrap() > 1.6e9, "seconds since 1970: {line}");
+        assert!(text.contains("discarded"), "{line}");
+    };
+    wait_for("early");
+    for at in 0..5 {
+        let name = format!("during{at}");
+        cause_event(&mount, &name);
+        wait_for(&name);
+    }
+    tail.kill().unwrap();
+    tail.wait().unwrap();
+    // Without tail: an open descriptor finds what came since it met the end.
+    let mut events = File::open(mount.at(".ctl/events")).unwrap();
+    let mut text = String::new();
+    events.read_to_string(&mut text).unwrap();
+    assert_eq!(text.lines().filter(|line| line.contains("discarded")).count(), 6);
+    assert_eq!(fs::metadata(mount.at(".ctl/events")).unwrap().len(), text.len() as u64);
+    cause_event(&mount, "late");
+    let mut more = String::new();
+    events.read_to_string(&mut more).unwrap();
+    assert!(more.contains("late") && !more.contains("early"), "{more}");
+}
