@@ -18,10 +18,21 @@ pub struct Outcome {
 /// processor caches and clocks than the first. The first pair warms up and does not count.
 pub fn run(
     pairs: u32,
-    mut ours: impl FnMut() -> Result<f64>,
-    mut other: impl FnMut() -> Result<f64>,
+    ours: impl FnMut() -> Result<f64>,
+    other: impl FnMut() -> Result<f64>,
 ) -> Result<Outcome> {
     let mut samples = Vec::new();
+    collect(&mut samples, pairs, ours, other)?;
+    Ok(Outcome::of(&samples))
+}
+
+/// The same, adding to samples made before.
+pub fn collect(
+    samples: &mut Vec<(f64, f64)>,
+    pairs: u32,
+    mut ours: impl FnMut() -> Result<f64>,
+    mut other: impl FnMut() -> Result<f64>,
+) -> Result<()> {
     for pair in 0..=pairs {
         let sample = if pair % 2 == 0 {
             let first = ours()?;
@@ -34,11 +45,11 @@ pub fn run(
             samples.push(sample);
         }
     }
-    Ok(Outcome::of(&samples))
+    Ok(())
 }
 
 impl Outcome {
-    fn of(samples: &[(f64, f64)]) -> Self {
+    pub fn of(samples: &[(f64, f64)]) -> Self {
         let mut ratios: Vec<f64> = samples.iter().map(|(ours, other)| ours / other).collect();
         Self {
             ours: median(&mut samples.iter().map(|sample| sample.0).collect::<Vec<_>>()),

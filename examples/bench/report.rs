@@ -73,7 +73,9 @@ impl Report {
         };
         let command: Vec<_> = std::env::args().skip(1).collect();
         line(&mut out, format_args!("Machine: {}.", machine()));
-        line(&mut out, format_args!("Command: `bench {}`. Date: {}.\n", command.join(" "), today()));
+        line(&mut out, format_args!("Command: `bench {}`. Date: {}.", command.join(" "), today()));
+        // Above the number of cores, others were computing too, and the figures say little.
+        line(&mut out, format_args!("Load average at the end (1, 5, 15 minutes): {}.\n", load()));
         line(&mut out, format_args!("| {} |", HEADER.join(" | ")));
         line(&mut out, format_args!("|{}", "---|".repeat(HEADER.len())));
         for row in &self.0 {
@@ -101,6 +103,10 @@ fn machine() -> String {
         kib as f64 / f64::from(1 << 20),
         read("/proc/sys/kernel/osrelease").trim()
     )
+}
+
+fn load() -> String {
+    read("/proc/loadavg").split_whitespace().take(3).collect::<Vec<_>>().join(", ")
 }
 
 /// The date as `date` says it.
