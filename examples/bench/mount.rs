@@ -19,6 +19,8 @@ use crate::failure::{Context, Failure, Result};
 /// Reading a catalog of ten million files takes this long where it is slow.
 const MOUNT_DEADLINE: Duration = Duration::from_secs(300);
 const UNMOUNT_DEADLINE: Duration = Duration::from_secs(120);
+/// Lines of the daemon's log that an error shows.
+const LAST_LINES: usize = 6;
 /// Fine enough for a time to mount of some ten milliseconds.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -141,12 +143,22 @@ impl Mount {
 
     fn last_words(&self) -> String {
         let log = fs::read_to_string(self.home.path().join("daemon.log")).unwrap_or_default();
-        log.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("it said nothing").to_owned()
+        let lines: Vec<_> = log.lines().filter(|line| !line.trim().is_empty()).collect();
+        if lines.is_empty() {
+            "it said nothing".into()
+        } else {
+            lines[lines.len().saturating_sub(LAST_LINES)..].join(" / ")
+        }
     }
 }
 
 impl Drop for Mount {
     fn drop(&mut self) {
+        if let Ok(Some(status)) = self.daemon.try_wait()
+            && !status.success()
+        {
+            eprintln!("bench: the daemon had ended with {status}: {}", self.last_words());
+        }
         self.end();
         // Fails when the daemon has unmounted, as it should.
         let _ = umount2(&self.dir(), MntFlags::MNT_DETACH);
