@@ -147,7 +147,7 @@ fn what_is_open_does_not_change_while_it_is_read() {
     stats.read_to_string(&mut rest).unwrap();
     let text = String::from_utf8(first.to_vec()).unwrap() + &rest;
     assert!(text.contains("published_files 0\n"), "one instant:\n{text}");
-    assert!(read(&mount, "stats").contains("published_files 50\n"));
+    mount.wait_for("published_files", |files| files == 50);
 }
 
 #[test]

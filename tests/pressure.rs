@@ -181,7 +181,7 @@ impl Writers {
         let mut turn = 0;
         while self.written.load(Ordering::Relaxed) < total {
             // Names of one's own, each written more than once: versions replace what readers hold.
-            let name = client * NAMES + (turn / 2) as usize % NAMES;
+            let name = client * names() + (turn / 2) as usize % names();
             match self.write(name, turn) {
                 Ok(()) => {}
                 Err(error) if memory_only() && error.raw_os_error() == Some(libc::ENOSPC) => {
@@ -194,8 +194,10 @@ impl Writers {
     }
 }
 
-/// Names of each writer.
-const NAMES: usize = 8;
+/// Names of each writer: together their files are more than both tiers hold, and each is written about twice.
+fn names() -> usize {
+    if full() { 64 } else { 8 }
+}
 
 #[derive(Default)]
 struct Readers {
@@ -212,7 +214,7 @@ impl Readers {
         let mut held: Option<(usize, Map)> = None;
         while !self.stop.load(Ordering::Acquire) {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let name = (state >> 33) as usize % (CLIENTS * NAMES);
+            let name = (state >> 33) as usize % (CLIENTS * names());
             match self.read(name, state >> 20 & 1 == 0, &mut held) {
                 Ok(()) => self.whole.fetch_add(1, Ordering::Relaxed),
                 Err(error) if error.kind() == ErrorKind::NotFound => {

@@ -194,7 +194,8 @@ impl Core {
         {
             return Some(idx);
         }
-        let visible = visible?;
+        // Before its RELEASE has come, what this process has just closed is still its private version.
+        let visible = visible.or_else(|| self.own_private(parent, name, &expected.caller, false))?;
         let posix = self.tree.posix(parent);
         let node = self.node(visible);
         let (slot, size) = (node.has(SLOT), node.size);

@@ -204,7 +204,9 @@ impl Core {
         self.size_blocks(idx);
         let size = self.node(idx).size.min(keep);
         for index in 0..super::hot::blocks_for(size) {
-            if self.hot_mut(idx).blocks[index].dirty || self.is_hole(base, index) {
+            // Blocks copied before it had to wait may have been spilled for it meanwhile: those are not copied again.
+            let block = &self.hot_mut(idx).blocks[index];
+            if block.dirty || !block.place.is_empty() || self.is_hole(base, index) {
                 continue;
             }
             let len = block_len(size, index);
@@ -832,7 +834,13 @@ impl Store {
         let Some(end) = offset.checked_add(len) else { return reply(Err(Errno::EFBIG)) };
         let keep_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
         if zero {
-            return self.zero(handle.id, offset, len, keep_size, reply, false);
+            let (mut offset, mut len) = (offset, len);
+            return match self.try_zero(handle.id, &mut offset, &mut len, keep_size, false) {
+                Tried::Done(result) => reply(result),
+                Tried::Wait { loading } => {
+                    self.wait(handle.id, Change::Zero { offset, len, keep_size, reply }, loading);
+                }
+            };
         }
         // Room is set aside when bytes are written (every block is new on the device then), so all that
         // fallocate has to do is to grow the file, and to say now if it can never fit.
@@ -857,34 +865,29 @@ impl Store {
         }
     }
 
-    /// Zeros a range, a pass at a time; what is left after a wait goes on from the queue.
-    fn zero(
+    /// Zeros a range, a pass at a time. If it has to wait, `offset` and `len` tell what is left.
+    fn try_zero(
         self: &Arc<Self>,
         id: NodeId,
-        offset: u64,
-        len: u64,
+        offset: &mut u64,
+        len: &mut u64,
         keep_size: bool,
-        reply: UnitReply,
         queued: bool,
-    ) {
-        let mut at = offset;
-        let mut end = offset + len;
+    ) -> Tried<()> {
+        let mut end = *offset + *len;
         if keep_size {
             let core = self.lock();
-            let size = core.by_id(id).map_or(0, |idx| core.node(idx).size);
-            end = end.min(size);
+            end = end.min(core.by_id(id).map_or(0, |idx| core.node(idx).size));
         }
-        match self.with(|core| core.punch(id, at, end)).into() {
+        match self.with(|core| core.punch(id, *offset, end)).into() {
             Tried::Done(Ok(())) => {}
-            Tried::Done(Err(errno)) => return reply(Err(errno)),
-            Tried::Wait { loading } => {
-                return self.wait(id, Change::Zero { offset, len, keep_size, reply }, loading);
-            }
+            other => return other,
         }
-        let zeros = vec![0; ZERO_PASS.min(len.max(1)) as usize];
-        while at < end {
+        let zeros = vec![0; ZERO_PASS.min((*len).max(1)) as usize];
+        while *offset < end {
+            let at = *offset;
             let stop = (at / ZERO_PASS + 1) * ZERO_PASS;
-            let now = (end.min(stop) - at) as usize;
+            let now = ((end.min(stop) - at) as usize).min(zeros.len());
             let hole = {
                 let core = self.lock();
                 core.by_id(id).is_some_and(|idx| {
@@ -893,21 +896,16 @@ impl Store {
                 })
             };
             if !hole {
-                match self.try_write(id, at, &zeros[..now.min(zeros.len())], queued) {
+                match self.try_write(id, at, &zeros[..now], queued) {
                     Tried::Done(Ok(_)) => {}
-                    Tried::Done(Err(errno)) => return reply(Err(errno)),
-                    Tried::Wait { loading } => {
-                        return self.wait(
-                            id,
-                            Change::Zero { offset: at, len: offset + len - at, keep_size, reply },
-                            loading,
-                        );
-                    }
+                    Tried::Done(Err(errno)) => return Tried::Done(Err(errno)),
+                    Tried::Wait { loading } => return Tried::Wait { loading },
                 }
             }
-            at += if hole { now } else { now.min(zeros.len()) } as u64;
+            *offset += now as u64;
+            *len = len.saturating_sub(now as u64);
         }
-        reply(Ok(()));
+        Tried::Done(Ok(()))
     }
 
     /// Tries the waiting changes again, in order. Only what waits for the device can be passed.
@@ -944,9 +942,14 @@ impl Store {
                         Tried::Wait { loading } => (Change::Extend { size, reply }, loading),
                     }
                 }
-                Change::Zero { offset, len, keep_size, reply } => {
-                    self.zero(waiter.id, offset, len, keep_size, reply, true);
-                    continue;
+                Change::Zero { mut offset, mut len, keep_size, reply } => {
+                    match self.try_zero(waiter.id, &mut offset, &mut len, keep_size, true) {
+                        Tried::Done(result) => {
+                            reply(result);
+                            continue;
+                        }
+                        Tried::Wait { loading } => (Change::Zero { offset, len, keep_size, reply }, loading),
+                    }
                 }
             };
             let loading = tried.1;
@@ -962,6 +965,8 @@ impl Store {
         for waiter in passed.into_iter().rev() {
             core.waiters.push_front(waiter);
         }
+        // Only now does the worker see who is waiting, and spill for them.
+        core.wakes.writer |= core.waiters.iter().any(|waiter| !waiter.loading);
         self.settle(core);
     }
 }
