@@ -6,7 +6,7 @@
 //! memory; the last one to let go gives it back.
 #![allow(unsafe_code, reason = "raw address ranges live here, and in few other places")]
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -192,6 +192,21 @@ impl AlignedBuf {
         let raw = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { handle_alloc_error(layout) };
         Self { ptr, layout }
+    }
+
+    /// `len` bytes, aligned to a page, of arbitrary contents: whoever asks for them writes or zeros each byte before
+    /// anybody sees it. Clearing a buffer that the device then fills costs as much as the checksum of what comes.
+    ///
+    /// # Panics
+    /// If `len` is zero.
+    pub fn unwritten(len: usize) -> Span {
+        assert!(len > 0, "an aligned buffer has a size");
+        let layout = Layout::from_size_align(len, PAGE).unwrap_or_else(|_| panic!("a buffer of {len} bytes"));
+        // SAFETY: the size is not zero. The buffer becomes a span at once, so that no reference to bytes that were
+        // never written is made.
+        let raw = unsafe { alloc(layout) };
+        let Some(ptr) = NonNull::new(raw) else { handle_alloc_error(layout) };
+        Self { ptr, layout }.into_span()
     }
 
     /// Turns the buffer into a span, to be given to an I/O engine.

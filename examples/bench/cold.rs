@@ -61,7 +61,7 @@ pub fn run(cli: &Cli, report: &mut Report) -> Result<()> {
             return Err(Failure::new(format!("only {:.0} % was read from L2", cold * 100.0)));
         }
         let what = format!("cold read, {FILE_MIB} MiB files, {how}, {} threads", best.1);
-        let other = format!("fio, bs {} KiB, depth {}", shape.block_kib, shape.depth);
+        let other = format!("fio, {shape}");
         report.pairs("P4", what, &outcome, Unit::Bytes, &other, 0.90);
     }
     mount.stop()

@@ -1,5 +1,6 @@
 //! fio, as the measure of what the device gives, and the store file on which it and the daemon work.
 
+use std::fmt::{self, Display};
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
@@ -84,6 +85,15 @@ pub enum Direction {
 pub struct Shape {
     pub block_kib: u32,
     pub depth: u32,
+    /// In random order, as files of a cold set are asked for. Some devices like that better. Reads only.
+    pub random: bool,
+}
+
+impl Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let order = if self.random { ", random" } else { "" };
+        write!(f, "{} KiB, depth {}{order}", self.block_kib, self.depth)
+    }
 }
 
 /// How much fio is to do.
@@ -106,7 +116,10 @@ pub fn run(store: &StoreFile, direction: Direction, shape: Shape, amount: Amount
         .arg(format!("--bs={}k", shape.block_kib))
         .arg(format!("--iodepth={}", shape.depth));
     match direction {
-        Direction::Read => command.args(["--rw=read", "--readonly", "--invalidate=0"]),
+        Direction::Read => {
+            let order = if shape.random { "--rw=randread" } else { "--rw=read" };
+            command.args([order, "--norandommap", "--readonly", "--invalidate=0"])
+        }
         Direction::Write => command.args(["--rw=write", "--end_fsync=1", "--invalidate=0"]),
     };
     match amount {
@@ -136,8 +149,13 @@ pub fn run(store: &StoreFile, direction: Direction, shape: Shape, amount: Amount
 
 /// The shape with which fio is fastest here: in rounds over all shapes, so that a noisy moment favours none.
 pub fn best(store: &StoreFile, direction: Direction) -> Result<Shape> {
-    let shapes: Vec<_> =
-        BLOCK_KIB.iter().flat_map(|&block_kib| DEPTHS.map(|depth| Shape { block_kib, depth })).collect();
+    let orders: &[bool] = if direction == Direction::Read { &[false, true] } else { &[false] };
+    let mut shapes = Vec::new();
+    for block_kib in BLOCK_KIB {
+        for depth in DEPTHS {
+            shapes.extend(orders.iter().map(|&random| Shape { block_kib, depth, random }));
+        }
+    }
     let mut rates = vec![Vec::new(); shapes.len()];
     for _ in 0..ROUNDS {
         for (shape, rates) in shapes.iter().zip(&mut rates) {
@@ -147,7 +165,7 @@ pub fn best(store: &StoreFile, direction: Direction) -> Result<Shape> {
     let mut best = (0.0, shapes[0]);
     for (shape, rates) in shapes.iter().zip(&mut rates) {
         let rate = median(rates);
-        eprintln!("fio {direction:?} {} KiB, depth {}: {:.2} GB/s", shape.block_kib, shape.depth, rate / 1e9);
+        eprintln!("fio {direction:?} {shape}: {:.2} GB/s", rate / 1e9);
         if rate > best.0 {
             best = (rate, *shape);
         }

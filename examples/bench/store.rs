@@ -35,7 +35,7 @@ pub fn run(cli: &Cli, report: &mut Report) -> Result<()> {
             || fio::run(&store, Direction::Write, shape, Amount::Mib(bytes >> 20)),
         )?;
         let what = format!("store of {} MiB and drain, {FILE_MIB} MiB files, {threads} threads", bytes >> 20);
-        let other = format!("fio, bs {} KiB, depth {}", shape.block_kib, shape.depth);
+        let other = format!("fio, {shape}");
         report.pairs("P5", what, &outcome, Unit::Bytes, &other, 0.85);
     }
     mount.stop()

@@ -282,6 +282,17 @@ impl Hot {
         !self.opened.is_empty() || self.promised > 0 || self.held > 0
     }
 
+    /// How many of a resident block's first `len` bytes somebody wrote: recycled memory behind them shows nothing but
+    /// zeros.
+    pub fn defined(&self, index: usize, len: usize) -> usize {
+        let in_slab = self.blocks.get(index).is_some_and(|block| matches!(block.mem, Mem::Slab));
+        if in_slab && !self.sealed() {
+            (self.valid_to.saturating_sub(index as u64 * BLOCK) as usize).min(len)
+        } else {
+            len
+        }
+    }
+
     pub fn handles(&self) -> u32 {
         self.opened.iter().map(|opened| opened.handles).sum()
     }

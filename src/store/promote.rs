@@ -253,7 +253,7 @@ impl Core {
             self.around_waiting.push_back(read);
             return;
         }
-        let span = AlignedBuf::zeroed(bytes as usize).into_span();
+        let span = AlignedBuf::unwritten(bytes as usize);
         let (mut checks, mut reads) = (Vec::new(), Vec::new());
         for index in first..=last.min(blocks_for(size).saturating_sub(1)) {
             let at = (index - first) * BLOCK as usize;
@@ -266,10 +266,13 @@ impl Core {
                 .filter(|hot| hot.blocks.get(index).is_some_and(super::hot::Block::resident))
                 .and_then(|hot| hot.span(index))
             {
-                into.copy_from_span(&from);
+                let defined = self.hot(idx).map_or(0, |hot| hot.defined(index, from.len()));
+                into.copy_from_span(&from.slice(0..defined));
+                into.zero(defined..into.len());
                 continue;
             }
-            let (to_read, written, _) = cut(&self.place(idx, index), &into);
+            let (to_read, written, zero) = cut(&self.place(idx, index), &into);
+            zero.iter().for_each(|part| part.zero(0..part.len()));
             if !to_read.is_empty() {
                 let crc = self.block_crc(idx, index).unwrap_or(0);
                 let version =

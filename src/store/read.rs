@@ -6,7 +6,7 @@ use std::time::Instant;
 use nix::errno::Errno;
 
 use super::core::{Core, Effect};
-use super::hot::{BLOCK, Block, Mem, PendingRead};
+use super::hot::{BLOCK, Block, PendingRead};
 use super::node::{Idx, NodeId};
 use super::open::Handle;
 use super::promote::AroundRead;
@@ -65,15 +65,9 @@ impl Core {
                 }
                 return Plan::Lacks;
             }
-            let in_slab = block.is_some_and(|block| matches!(block.mem, Mem::Slab));
             let Some(span) = hot.span(index) else { return Plan::Fail(Errno::EIO) };
-            // Recycled memory behind what has been written shows nothing but zeros.
-            let defined = if in_slab && !hot.sealed() {
-                hot.valid_to.saturating_sub(start) as usize
-            } else {
-                span.len()
-            };
-            let there = to.min(defined).min(span.len()).max(from);
+            let defined = hot.defined(index, span.len());
+            let there = to.min(defined).max(from);
             if there > from {
                 let bytes = span.slice(from..there);
                 match pieces.last_mut() {

@@ -208,8 +208,9 @@ impl Core {
                     Mem::Slab => (hot.valid_to.saturating_sub(index as u64 * BLOCK) as usize).min(len),
                     _ => len,
                 };
-                let copied = AlignedBuf::zeroed(whole).into_span();
+                let copied = AlignedBuf::unwritten(whole);
                 copied.copy_from_span(&span.slice(0..defined));
+                copied.zero(defined..whole);
                 copied
             } else {
                 span.slice(0..whole)
