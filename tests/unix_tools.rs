@@ -109,7 +109,7 @@ fn archives_are_made_and_unpacked() {
             echo more >> "$M/tree/a/f2"
             rsync -a --delete --checksum "$M/tree/" "$M/synced/"
             diff -r --no-dereference "$M/tree" "$M/synced"
-            test -z "$(rsync -ani "$M/tree/" "$M/synced/")"
+            test -z "$(rsync -aniO "$M/tree/" "$M/synced/")"
             "#,
         );
     }
