@@ -49,7 +49,6 @@ pub enum Effect {
     Invalidate { parent: u64, name: Box<[u8]> },
     Load(Load),
     Serve(Box<Served>),
-    Event(String),
 }
 
 /// When to look at which file again, the earliest first.
@@ -110,6 +109,8 @@ pub struct Core {
     pub settings: Settings,
     pub counters: Counters,
     pub effects: Vec<Effect>,
+    /// Lines for `.ctl/events`.
+    pub events: Vec<String>,
     pub wakes: Wakes,
     pub calls: Calls,
     pub droppable: Ends,
@@ -158,6 +159,7 @@ impl Core {
             settings,
             counters: Counters::default(),
             effects: Vec::new(),
+            events: Vec::new(),
             wakes: Wakes::default(),
             calls: Calls::default(),
             droppable: Ends::default(),
@@ -203,7 +205,7 @@ impl Core {
     }
 
     pub fn event(&mut self, text: String) {
-        self.effects.push(Effect::Event(text));
+        self.events.push(text);
     }
 
     /// The node behind an inode number. ESTALE sends the kernel to look the name up again.

@@ -121,6 +121,8 @@ impl Store {
     pub(crate) fn settle(self: &Arc<Self>, mut core: parking_lot::MutexGuard<'_, Core>) {
         let wakes = std::mem::take(&mut core.wakes);
         let effects = std::mem::take(&mut core.effects);
+        // Before anybody can learn of what happened in another way.
+        std::mem::take(&mut core.events).into_iter().for_each(|text| self.events.push(text));
         core.calls.writer += u64::from(wakes.writer);
         core.calls.admission += u64::from(wakes.admission);
         drop(core);
@@ -151,12 +153,12 @@ impl Store {
     }
 
     /// Tells the store's threads to end.
-    pub fn stop_threads(&self) {
-        self.lock().stopping = true;
-        self.wake_writer.notify_all();
-        self.wake_committer.notify_all();
-        self.wake_admission.notify_all();
-        self.wake_timer.notify_all();
+    pub fn stop_threads(self: &Arc<Self>) {
+        self.with(|core| {
+            core.stopping = true;
+            // Counted like any other call: a thread that has just found nothing to do looks again before it waits.
+            core.wakes = self::core::Wakes { writer: true, committer: true, admission: true, timer: true };
+        });
     }
 
     /// Hands a finished transfer to the completion threads.
@@ -175,7 +177,6 @@ impl Store {
             }
             Effect::Load(load) => self.submit_load(load),
             Effect::Serve(served) => self.serve(*served),
-            Effect::Event(text) => self.events.push(text),
         }
     }
 }
