@@ -18,7 +18,6 @@ pub struct Counters {
     pub open_hits_l2: u64,
     pub read_l1_bytes: u64,
     pub read_l2_bytes: u64,
-    pub around_reads: u64,
     pub read_around_bytes: u64,
     pub written_bytes: u64,
     pub published_files: u64,
@@ -47,7 +46,6 @@ pub struct Counters {
     pub read_errors: u64,
     pub crc_errors: u64,
     pub waits: u64,
-    pub waiters_peak: u64,
     pub timeouts: u64,
     pub dirty_peak_pages: u64,
 }

@@ -203,10 +203,6 @@ impl Volume {
         Ok(Opened { volume: Self::joined(devices, supers, journal, 0), fresh: true })
     }
 
-    pub fn device_count(&self) -> usize {
-        self.devices.len()
-    }
-
     pub fn engine(&self, device: usize) -> Arc<dyn Engine> {
         self.devices[device].engine()
     }

@@ -15,8 +15,8 @@ use nix::errno::Errno;
 use smallvec::SmallVec;
 
 use super::core::Core;
-use super::hot::Phase;
-use super::node::{Idx, Kind, NAMED, NodeId, ROOT, SLOT};
+use super::hot::Hot;
+use super::node::{Idx, Kind, NAMED, NodeId, ROOT};
 use super::process::Caller;
 
 /// How long somebody is expected. An open that was sent to look again comes back within microseconds; a process that
@@ -88,6 +88,16 @@ impl Gone {
             && let Some(oldest) = self.order.pop_front()
         {
             self.names.remove(&oldest);
+        }
+    }
+}
+
+impl Hot {
+    /// How many are expected who want that.
+    fn kept_for(&mut self, intent: Intent) -> &mut u32 {
+        match intent {
+            Intent::Read => &mut self.held,
+            Intent::Write | Intent::Truncate => &mut self.promised,
         }
     }
 }
@@ -173,11 +183,7 @@ impl Core {
         if let Some(idx) = idx {
             let id = self.id(idx);
             if !expected.found(id) {
-                let hot = self.hot_mut(idx);
-                match expected.intent {
-                    Intent::Read => hot.held += 1,
-                    Intent::Write | Intent::Truncate => hot.promised += 1,
-                }
+                *self.hot_mut(idx).kept_for(expected.intent) += 1;
                 expected.found.push(id);
                 self.tidy(idx);
             }
@@ -196,16 +202,12 @@ impl Core {
         }
         // Before its RELEASE has come, what this process has just closed is still its private version.
         let visible = visible.or_else(|| self.own_private(parent, name, &expected.caller, false))?;
-        let posix = self.tree.posix(parent);
-        let node = self.node(visible);
-        let (slot, size) = (node.has(SLOT), node.size);
+        let (posix, in_place) = (self.tree.posix(parent), self.written_in_place(visible));
         let hot = self.hot_mut(visible);
         let (sealed, fixed) = (hot.sealed(), hot.must_not_change());
         match expected.intent {
             Intent::Read => Some(visible),
-            Intent::Write if sealed && (fixed || (!posix && !slot && size > 0)) => {
-                self.copy_on_write(visible).ok()
-            }
+            Intent::Write if sealed && (fixed || !in_place) => self.copy_on_write(visible).ok(),
             Intent::Write => Some(visible),
             Intent::Truncate if posix && !fixed => Some(visible),
             Intent::Truncate => self.empty_version(visible, &expected.caller, expected.tgid).ok(),
@@ -228,11 +230,7 @@ impl Core {
     pub fn give_up(&mut self, expected: Expected) {
         for id in expected.found {
             let Some(idx) = self.by_id(id) else { continue };
-            let hot = self.hot_mut(idx);
-            let kept = match expected.intent {
-                Intent::Read => &mut hot.held,
-                Intent::Write | Intent::Truncate => &mut hot.promised,
-            };
+            let kept = self.hot_mut(idx).kept_for(expected.intent);
             *kept = kept.saturating_sub(1);
             self.close_if_done(idx);
         }
@@ -249,24 +247,18 @@ impl Core {
     /// A private version, empty, that will take the place of `visible`.
     pub fn empty_version(&mut self, visible: Idx, caller: &Caller, tgid: u32) -> Result<Idx, Errno> {
         let node = self.node(visible);
-        let (parent, name) = match node.hot.as_ref().map(|hot| &hot.phase) {
-            Some(Phase::Private(private)) => (private.parent, private.name.clone()),
-            _ => (node.parent, node.name.clone()),
-        };
+        let (parent, name) = self.home(visible);
+        let name: Box<[u8]> = name.into();
         let (mode, owner, xattrs) = (u32::from(node.mode), (node.uid, node.gid), node.xattrs.clone());
         let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
         self.node_mut(new).xattrs = xattrs;
         Ok(new)
     }
 
-    /// The directory and name that a node has, or will have once it is published.
+    /// Where to look for a node again: its home, if that is still there.
     pub fn place_of(&self, idx: Idx) -> Option<(NodeId, Box<[u8]>)> {
-        let node = self.node(idx);
-        let (parent, name) = match self.hot(idx).and_then(|hot| hot.private()) {
-            Some(private) => (private.parent, &private.name),
-            None => (node.parent, &node.name),
-        };
+        let (parent, name) = self.home(idx);
         let dir = self.tree.nodes.get(parent)?;
-        (parent == ROOT || dir.has(NAMED)).then(|| (self.id(parent), name.clone()))
+        (parent == ROOT || dir.has(NAMED)).then(|| (self.id(parent), name.into()))
     }
 }

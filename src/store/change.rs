@@ -145,7 +145,7 @@ impl Core {
         if self.hot_mut(idx).passthrough_handles() > 0 {
             return Err(Stop::Fail(Errno::ETXTBSY));
         }
-        if self.hot_mut(idx).blocks.iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
+        if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
             return Err(Stop::Load);
         }
         self.spread_layout(idx);
@@ -224,20 +224,13 @@ impl Core {
             let hot = self.hot_mut(idx);
             let Some(to) = hot.span(index) else { return Err(Stop::Room) };
             to.copy_from_span(&from.slice(0..len.min(from.len())));
-            if let (Mem::Slab, Some(slab)) = (&hot.blocks[index].mem, &hot.slab) {
+            if matches!(hot.blocks[index].mem, Mem::Slab) {
                 let start = index as u64 * BLOCK;
-                if hot.valid_to < start {
-                    // A hole in the original; here it is recycled memory.
-                    let gap = slab.span(hot.valid_to as usize..start as usize);
-                    gap.zero(0..gap.len());
-                }
+                // A hole in the original is recycled memory here.
+                hot.define_to(start);
                 hot.valid_to = hot.valid_to.max(start + len as u64);
             }
-            let version = hot.number();
-            let block = &mut hot.blocks[index];
-            block.dirty = true;
-            block.version = version;
-            block.crc = None;
+            hot.rewritten(index..=index);
         }
         self.drop_base(idx);
         Ok(())
@@ -256,7 +249,7 @@ impl Core {
             hot.blocks.resize_with(index + 1, Block::default);
         }
         let block = &hot.blocks[index];
-        if matches!(block.io, BlockIo::Reading(_)) {
+        if block.is_loading() {
             return Err(Stop::Load);
         }
         if block.bad && keep {
@@ -287,10 +280,7 @@ impl Core {
 
     /// What the directory's last files say about the size of a new one.
     fn guess(&self, idx: Idx) -> u64 {
-        let node = self.node(idx);
-        let parent =
-            node.hot.as_ref().and_then(|hot| hot.private()).map_or(node.parent, |private| private.parent);
-        match self.tree.nodes.get(parent).and_then(|node| node.dir()) {
+        match self.tree.nodes.get(self.home(idx).0).and_then(|node| node.dir()) {
             Some(dir) if dir.same_size >= 2 => dir.last_size,
             _ => 0,
         }
@@ -345,11 +335,7 @@ impl Core {
         let want = if small { len } else { BLOCK as usize };
         // Making room may drop clean blocks of this very file, if there is nothing else: what moves is held meanwhile.
         let hot = self.hot_mut(idx);
-        let from = hot.span(index);
-        let defined = match hot.blocks[index].mem {
-            Mem::Slab => hot.valid_to.saturating_sub(index as u64 * BLOCK) as usize,
-            _ => usize::MAX,
-        };
+        let from = hot.span(index).map(|span| span.slice(0..hot.defined(index, span.len())));
         let Some(chunk) = self.alloc_chunk(want, idx).or_else(|| self.alloc_chunk(want, NONE)) else {
             return Err(if self.settings.memory_only { Stop::Fail(Errno::ENOSPC) } else { Stop::Room });
         };
@@ -357,7 +343,7 @@ impl Core {
         let to = chunk.span();
         let kept = match from {
             Some(from) => {
-                let kept = from.len().min(to.len()).min(defined);
+                let kept = from.len().min(to.len());
                 to.copy_from_span(&from.slice(0..kept));
                 kept
             }
@@ -470,11 +456,7 @@ impl Core {
         if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
             chunk.span().zero(old..len.max(old));
         }
-        let version = hot.number();
-        let block = &mut hot.blocks[tail];
-        block.dirty = true;
-        block.version = version;
-        block.crc = None;
+        hot.rewritten(tail..=tail);
         Ok(())
     }
 
@@ -494,13 +476,8 @@ impl Core {
         node.ctime = node.mtime;
         let hot = self.hot_mut(idx);
         let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
-        let version = hot.number();
-        for block in &mut hot.blocks[first..=last] {
-            block.dirty = true;
-            block.bad = false;
-            block.version = version;
-            block.crc = None;
-        }
+        hot.rewritten(first..=last);
+        hot.blocks[first..=last].iter_mut().for_each(|block| block.bad = false);
         if let Some(index) = (first..=last).rev().find(|&index| matches!(hot.blocks[index].mem, Mem::Slab)) {
             hot.valid_to = hot.valid_to.max(end.min((index as u64 + 1) * BLOCK));
         }
@@ -609,7 +586,7 @@ impl Core {
         }
         self.one_at_a_time(idx)?;
         self.unseal(idx)?;
-        if self.hot_mut(idx).blocks.iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
+        if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
             return Err(Stop::Load);
         }
         self.copy_base(idx, size)?;
@@ -622,11 +599,7 @@ impl Core {
                 if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
                     chunk.span().zero(len..chunk.len());
                 }
-                let version = hot.number();
-                let block = &mut hot.blocks[tail];
-                block.dirty = true;
-                block.version = version;
-                block.crc = None;
+                hot.rewritten(tail..=tail);
             }
             self.cut(idx, size);
         } else {
@@ -653,7 +626,7 @@ impl Core {
         if first >= last || hot.slab.is_some() {
             return Ok(());
         }
-        if hot.blocks[first..last].iter().any(|block| matches!(block.io, BlockIo::Reading(_))) {
+        if hot.blocks[first..last].iter().any(Block::is_loading) {
             return Err(Stop::Load);
         }
         let mut gone = Vec::new();
@@ -710,18 +683,13 @@ impl Core {
         if self.node(idx).kind() != Kind::File {
             return Err(if self.node(idx).kind() == Kind::Dir { Errno::EISDIR } else { Errno::EINVAL });
         }
-        let (named, parent, slot, size) = {
-            let node = self.node(idx);
-            (node.has(NAMED), node.parent, node.has(SLOT), node.size)
-        };
-        let posix = named && self.tree.posix(parent);
-        let stored = self.is_stored(idx);
+        let named = self.node(idx).has(NAMED);
+        let (in_place, stored) = (self.written_in_place(idx), self.is_stored(idx));
         let hot = self.hot_mut(idx);
-        let read = hot.sealed()
-            && (hot.must_not_change()
-                || ((hot.handles() > 0 || stored) && !posix && !slot && size > 0 && !with_handle));
+        let fresh = hot.sealed()
+            && (hot.must_not_change() || ((hot.handles() > 0 || stored) && !in_place && !with_handle));
         let id = self.id(idx);
-        if read
+        if fresh
             && named
             && expected.is_none_or(|expected| !expected.found(id))
             && let Some((parent, name)) = self.place_of(idx)
@@ -789,7 +757,6 @@ impl Store {
             let written = core.counters.writeback_bytes;
             core.waiters.push_back(Waiter { id, change, deadline, written, loading });
             core.counters.waits += 1;
-            core.counters.waiters_peak = core.counters.waiters_peak.max(core.waiters.len() as u64);
             core.wakes.writer = true;
             core.wakes.admission = true;
             core.wakes.timer = true;
@@ -816,12 +783,7 @@ impl Store {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };
-        let by_path = !with_handle;
-        match self.with(|core| core.try_truncate(id, size, by_path)).into() {
-            Tried::Done(Ok(())) => reply(self.getattr(ino)),
-            Tried::Done(Err(errno)) => reply(Err(errno)),
-            Tried::Wait { loading } => self.wait(id, Change::Truncate { size, ino, by_path, reply }, loading),
-        }
+        self.change(id, Change::Truncate { size, ino, by_path: !with_handle, reply });
     }
 
     pub fn fallocate(self: &Arc<Self>, handle: &Handle, offset: u64, len: u64, mode: i32, reply: UnitReply) {
@@ -834,13 +796,7 @@ impl Store {
         let Some(end) = offset.checked_add(len) else { return reply(Err(Errno::EFBIG)) };
         let keep_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
         if zero {
-            let (mut offset, mut len) = (offset, len);
-            return match self.try_zero(handle.id, &mut offset, &mut len, keep_size, false) {
-                Tried::Done(result) => reply(result),
-                Tried::Wait { loading } => {
-                    self.wait(handle.id, Change::Zero { offset, len, keep_size, reply }, loading);
-                }
-            };
+            return self.change(handle.id, Change::Zero { offset, len, keep_size, reply });
         }
         // Room is set aside when bytes are written (every block is new on the device then), so all that
         // fallocate has to do is to grow the file, and to say now if it can never fit.
@@ -855,14 +811,7 @@ impl Store {
         if keep_size || end <= size {
             return reply(Ok(()));
         }
-        self.extend(handle.id, end, reply);
-    }
-
-    fn extend(self: &Arc<Self>, id: NodeId, size: u64, reply: UnitReply) {
-        match self.with(|core| core.truncate(id, size)).into() {
-            Tried::Done(result) => reply(result),
-            Tried::Wait { loading } => self.wait(id, Change::Extend { size, reply }, loading),
-        }
+        self.change(handle.id, Change::Extend { size: end, reply });
     }
 
     /// Zeros a range, a pass at a time. If it has to wait, `offset` and `len` tell what is left.
@@ -908,6 +857,44 @@ impl Store {
         Tried::Done(Ok(()))
     }
 
+    /// Tries a change and answers it. What has to wait comes back, and whether that is for the device alone.
+    fn attempt(self: &Arc<Self>, id: NodeId, change: Change, queued: bool) -> Option<(Change, bool)> {
+        match change {
+            Change::Write { offset, data, reply } => match self.try_write(id, offset, &data, queued) {
+                Tried::Done(result) => reply(result),
+                Tried::Wait { loading } => return Some((Change::Write { offset, data, reply }, loading)),
+            },
+            Change::Truncate { size, ino, by_path, reply } => {
+                match self.with(|core| core.try_truncate(id, size, by_path)).into() {
+                    Tried::Done(result) => reply(result.and_then(|()| self.getattr(ino))),
+                    Tried::Wait { loading } => {
+                        return Some((Change::Truncate { size, ino, by_path, reply }, loading));
+                    }
+                }
+            }
+            Change::Extend { size, reply } => match self.with(|core| core.truncate(id, size)).into() {
+                Tried::Done(result) => reply(result),
+                Tried::Wait { loading } => return Some((Change::Extend { size, reply }, loading)),
+            },
+            Change::Zero { mut offset, mut len, keep_size, reply } => {
+                match self.try_zero(id, &mut offset, &mut len, keep_size, queued) {
+                    Tried::Done(result) => reply(result),
+                    Tried::Wait { loading } => {
+                        return Some((Change::Zero { offset, len, keep_size, reply }, loading));
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    /// Makes a change now, or when its turn has come.
+    fn change(self: &Arc<Self>, id: NodeId, change: Change) {
+        if let Some((change, loading)) = self.attempt(id, change, false) {
+            self.wait(id, change, loading);
+        }
+    }
+
     /// Tries the waiting changes again, in order. Only what waits for the device can be passed.
     pub(crate) fn admit(self: &Arc<Self>) {
         let mut passed = Vec::new();
@@ -915,46 +902,8 @@ impl Store {
         self.lock().admitting = true;
         loop {
             let Some(mut waiter) = self.lock().waiters.pop_front() else { break };
-            let tried = match waiter.change {
-                Change::Write { offset, data, reply } => match self.try_write(waiter.id, offset, &data, true)
-                {
-                    Tried::Done(result) => {
-                        reply(result);
-                        continue;
-                    }
-                    Tried::Wait { loading } => (Change::Write { offset, data, reply }, loading),
-                },
-                Change::Truncate { size, ino, by_path, reply } => {
-                    match self.with(|core| core.try_truncate(waiter.id, size, by_path)).into() {
-                        Tried::Done(result) => {
-                            reply(result.and_then(|()| self.getattr(ino)));
-                            continue;
-                        }
-                        Tried::Wait { loading } => (Change::Truncate { size, ino, by_path, reply }, loading),
-                    }
-                }
-                Change::Extend { size, reply } => {
-                    match self.with(|core| core.truncate(waiter.id, size)).into() {
-                        Tried::Done(result) => {
-                            reply(result);
-                            continue;
-                        }
-                        Tried::Wait { loading } => (Change::Extend { size, reply }, loading),
-                    }
-                }
-                Change::Zero { mut offset, mut len, keep_size, reply } => {
-                    match self.try_zero(waiter.id, &mut offset, &mut len, keep_size, true) {
-                        Tried::Done(result) => {
-                            reply(result);
-                            continue;
-                        }
-                        Tried::Wait { loading } => (Change::Zero { offset, len, keep_size, reply }, loading),
-                    }
-                }
-            };
-            let loading = tried.1;
-            waiter.change = tried.0;
-            waiter.loading = loading;
+            let Some((change, loading)) = self.attempt(waiter.id, waiter.change, true) else { continue };
+            (waiter.change, waiter.loading) = (change, loading);
             passed.push(waiter);
             if !loading {
                 break;

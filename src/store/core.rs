@@ -9,11 +9,11 @@ use nix::errno::Errno;
 
 use super::again::{Expected, Gone};
 use super::change::Waiter;
-use super::hot::{BLOCK, Block, BlockIo, Hot, Mem, Phase, Place, WriteBack, block_len, blocks_for};
+use super::hot::{BLOCK, Block, BlockIo, Hot, Phase, Place, WriteBack, block_len, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
 use super::node::{
     ALIAS_BASE, Crcs, DURABLE, Detail, Extents, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId,
-    ROOT, ROOT_INO, SLOT,
+    ROOT, ROOT_INO,
 };
 use super::promote::{AroundRead, Load};
 use super::read::Served;
@@ -399,11 +399,18 @@ impl Core {
         }
     }
 
-    pub fn owner(&self, idx: Idx) -> Owner {
+    /// The directory and name that a node has, or will have once it is published.
+    pub fn home(&self, idx: Idx) -> (Idx, &[u8]) {
         let node = self.node(idx);
-        let parent =
-            node.hot.as_ref().and_then(|hot| hot.private()).map_or(node.parent, |private| private.parent);
-        Owner { uid: node.uid, namespace: u64::from(self.tree.namespace(parent)) }
+        match node.hot.as_ref().and_then(|hot| hot.private()) {
+            Some(private) => (private.parent, &private.name),
+            None => (node.parent, &node.name),
+        }
+    }
+
+    pub fn owner(&self, idx: Idx) -> Owner {
+        let (parent, _) = self.home(idx);
+        Owner { uid: self.node(idx).uid, namespace: u64::from(self.tree.namespace(parent)) }
     }
 
     /// Records that the node's record is older than what is here.
@@ -639,10 +646,6 @@ impl Core {
         hot.blocks.get(index).is_none_or(|block| block.mem.is_none()) && !self.has_place(idx, index)
     }
 
-    pub fn is_slot(&self, idx: Idx) -> bool {
-        self.node(idx).has(SLOT)
-    }
-
     /// Adds a node without a name.
     pub fn new_node(&mut self, detail: Detail, mode: u32, uid: u32, gid: u32) -> Result<Idx, Errno> {
         let full = self.tree.nodes.count() as u64 >= self.settings.files_max;
@@ -666,9 +669,4 @@ fn in_list(extents: &[Extent]) -> u64 {
 /// Pages that a list of extents takes on the device.
 pub fn pages_of(extents: &[Extent]) -> u64 {
     extents.iter().filter(|extent| extent.start != HOLE).map(|extent| u64::from(extent.blocks)).sum()
-}
-
-/// Whether the block has memory of its own kind.
-pub fn has_mem(block: &Block) -> bool {
-    !matches!(block.mem, Mem::None)
 }

@@ -4,6 +4,7 @@
 //! knows its own memory, checksum and place on the device. Once sealed, checksums and places move to
 //! the node, and a block only says whether it is in L1.
 
+use std::ops::RangeInclusive;
 use std::time::Instant;
 
 use smallvec::SmallVec;
@@ -92,7 +93,12 @@ pub struct Block {
 impl Block {
     /// Whether its bytes are in L1 and whole.
     pub fn resident(&self) -> bool {
-        !self.mem.is_none() && !matches!(self.io, BlockIo::Reading(_))
+        !self.mem.is_none() && !self.is_loading()
+    }
+
+    /// Whether its bytes are on their way from L2.
+    pub fn is_loading(&self) -> bool {
+        matches!(self.io, BlockIo::Reading(_))
     }
 }
 
@@ -237,6 +243,26 @@ impl Hot {
     pub fn number(&mut self) -> u32 {
         self.numbers = self.numbers.wrapping_add(1);
         self.numbers
+    }
+
+    /// The bytes of these blocks in memory are newer than what the device has, and than any checksum.
+    pub fn rewritten(&mut self, indexes: RangeInclusive<usize>) {
+        let version = self.number();
+        for block in &mut self.blocks[indexes] {
+            block.dirty = true;
+            block.version = version;
+            block.crc = None;
+        }
+    }
+
+    /// Recycled memory up to `end` reads as zeros from now on, where nobody has written.
+    pub fn define_to(&mut self, end: u64) {
+        if let Some(slab) = &self.slab
+            && self.valid_to < end
+        {
+            slab.span(self.valid_to as usize..end as usize).zero(0..(end - self.valid_to) as usize);
+            self.valid_to = end;
+        }
     }
 
     pub fn new(phase: Phase) -> Self {

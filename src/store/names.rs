@@ -99,7 +99,7 @@ impl Core {
         let (parent, name) = (private.parent, std::mem::take(&mut private.name));
         private.parent = NONE;
         self.tree.remove_private(idx, parent, &name);
-        self.fail_lookups(idx);
+        self.answer_lookups(idx);
         self.reap(idx);
     }
 

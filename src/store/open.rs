@@ -117,10 +117,6 @@ impl Core {
         }
     }
 
-    pub fn fail_lookups(&mut self, idx: Idx) {
-        self.answer_lookups(idx);
-    }
-
     /// A version of `name` that only its maker sees.
     pub fn new_private(
         &mut self,
@@ -293,6 +289,13 @@ impl Core {
         self.invalidate(old);
     }
 
+    /// Whether a file that everybody sees is written where it is, even after it was sealed: there is nothing in it yet,
+    /// or it is in shared use (rule R1).
+    pub fn written_in_place(&self, idx: Idx) -> bool {
+        let node = self.node(idx);
+        node.size == 0 || node.has(SLOT) || (node.has(NAMED) && self.tree.posix(node.parent))
+    }
+
     /// Whether this version is on the device or on its way there: then it is what a crash brings back, whole, until
     /// the next one is stored (rule R1). So that next one has to be a version of its own.
     pub fn is_stored(&self, idx: Idx) -> bool {
@@ -341,19 +344,20 @@ impl Core {
         if node.has(LOST) || (node.has(MOVED) && !arrived) {
             return Err(self.gone(ino, intent, caller, tgid));
         }
-        let (size, parent, slot, named) = (node.size, node.parent, node.has(SLOT), node.has(NAMED));
+        let (size, parent, named) = (node.size, node.parent, node.has(NAMED));
         let place = self.place_of(idx);
         let posix = named && self.tree.posix(parent);
+        let in_place = self.written_in_place(idx);
         let stored = self.is_stored(idx);
         let hot = self.hot_mut(idx);
         let (handles, fixed) = (hot.handles(), hot.must_not_change());
         if intent == Intent::Truncate {
-            let in_place = match &hot.phase {
+            let here = match &hot.phase {
                 Phase::Private(_) => arrived && size == 0,
                 Phase::Open => posix || size == 0,
                 Phase::Sealed => !fixed && (posix || size == 0),
             } || (!named && hot.private().is_none_or(|private| private.parent == NONE));
-            if !in_place {
+            if !here {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
@@ -372,7 +376,7 @@ impl Core {
         if intent == Intent::Write {
             let fresh = match &hot.phase {
                 Phase::Private(_) | Phase::Open => false,
-                Phase::Sealed => fixed || ((handles > 0 || stored) && !posix && !slot && size > 0),
+                Phase::Sealed => fixed || ((handles > 0 || stored) && !in_place),
             };
             if fresh && named {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;

@@ -127,11 +127,7 @@ impl Core {
                 let block = &self.hot_mut(idx).blocks[at];
                 let hole = block.mem.is_none() && !self.has_place(idx, at);
                 let block = &self.hot_mut(idx).blocks[at];
-                if block.resident()
-                    || matches!(block.io, BlockIo::Reading(_))
-                    || block.bad
-                    || (hole && !whole)
-                {
+                if block.resident() || block.is_loading() || block.bad || (hole && !whole) {
                     continue;
                 }
                 let place = self.place(idx, at);
@@ -287,7 +283,6 @@ impl Core {
             return self.reply(move || span.slice(from..from + len).with_bytes(|bytes| reply(Ok(bytes))));
         }
         self.around_bytes += bytes;
-        self.counters.around_reads += 1;
         let group = Arc::new(Group {
             id: read.id,
             checks,

@@ -6,7 +6,7 @@ use nix::errno::Errno;
 
 use super::core::Core;
 use super::hot::{BLOCK, BlockIo, Mem, Phase, WriteBack, block_len, blocks_for};
-use super::node::{Idx, Kind, NAMED, NONE, NodeId, SLOT};
+use super::node::{Idx, Kind, NAMED, NONE, NodeId};
 use super::open::Handle;
 use super::{Store, UnitReply};
 use crate::writeback::queue::Work;
@@ -171,17 +171,9 @@ impl Core {
         hot.mixed = !covered || slab.capacity_bytes() < size;
         if hot.mixed {
             // What is in the slab is read as it is from now on.
-            let end = slab.capacity_bytes().min(size.next_multiple_of(4096));
-            if hot.valid_to < end {
-                slab.span(hot.valid_to as usize..end as usize).zero(0..(end - hot.valid_to) as usize);
-                hot.valid_to = end;
-            }
-            return;
+            return hot.define_to(slab.capacity_bytes().min(size.next_multiple_of(4096)));
         }
-        if (hot.valid_to as usize) < size as usize {
-            slab.span(hot.valid_to as usize..size as usize).zero(0..(size - hot.valid_to) as usize);
-            hot.valid_to = size;
-        }
+        hot.define_to(size);
         hot.blocks.resize_with(blocks.max(hot.blocks.len()), Default::default);
         let mut fresh = Vec::new();
         for (index, block) in hot.blocks.iter_mut().enumerate().take(blocks) {
@@ -275,10 +267,6 @@ impl Core {
                     .iter()
                     .any(|block| block.dirty && block.io == BlockIo::Idle && !block.mem.is_none())
         })
-    }
-
-    pub fn is_slot_file(&self, idx: Idx) -> bool {
-        self.node(idx).has(SLOT)
     }
 
     /// SEEK_DATA and SEEK_HOLE, in whole blocks.

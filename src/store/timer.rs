@@ -6,21 +6,16 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::Store;
-use super::change::Change;
-use super::change::Waiter;
+use super::change::{Change, Waiter};
 use super::core::Core;
-use super::node::{Idx, NodeId};
+use super::node::NodeId;
 
 /// How often L1 is tended when nothing else is due.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
 impl Core {
-    fn due(&mut self, id: NodeId, now: Instant) {
+    fn end_waits(&mut self, id: NodeId, now: Instant) {
         let Some(idx) = self.by_id(id) else { return };
-        self.end_waits(idx, now);
-    }
-
-    fn end_waits(&mut self, idx: Idx, now: Instant) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
         if hot.lookups.iter().any(|lookup| lookup.deadline <= now) {
             if let Some(private) = hot.private_mut() {
@@ -34,7 +29,6 @@ impl Core {
         hot.reads = waiting;
         let next = hot.reads.iter().map(|read| read.deadline).min();
         if let Some(next) = next {
-            let id = self.id(idx);
             self.deadlines.push((next, id));
         }
         for read in over {
@@ -84,7 +78,7 @@ impl Store {
             }
             let now = Instant::now();
             while let Some(id) = core.deadlines.due(now) {
-                core.due(id, now);
+                core.end_waits(id, now);
             }
             if tend <= now {
                 core.end_changes(now);

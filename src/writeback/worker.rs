@@ -14,7 +14,7 @@ use crate::l2::{Class, Direction, Io};
 use crate::memory::{AlignedBuf, Span};
 use crate::store::Store;
 use crate::store::core::Core;
-use crate::store::hot::{BLOCK, BlockIo, Mem, Place, WriteBack, block_len, blocks_for};
+use crate::store::hot::{BLOCK, BlockIo, Place, WriteBack, block_len, blocks_for};
 use crate::store::node::{DURABLE, Idx, LOST, NAMED, NodeId};
 use crate::store::promote::crc_of;
 
@@ -204,10 +204,7 @@ impl Core {
             let whole = len.next_multiple_of(4096);
             let Some(span) = hot.span(index) else { continue };
             let span = if copy {
-                let defined = match hot.blocks[index].mem {
-                    Mem::Slab => (hot.valid_to.saturating_sub(index as u64 * BLOCK) as usize).min(len),
-                    _ => len,
-                };
+                let defined = hot.defined(index, len);
                 let copied = AlignedBuf::unwritten(whole);
                 copied.copy_from_span(&span.slice(0..defined));
                 copied.zero(defined..whole);
