@@ -486,6 +486,49 @@ step('closed')
     mount.check_quiet();
 }
 
+/// A mapping keeps the RELEASE of a closed file back. Its version loses meanwhile to one that was closed later, and
+/// whoever has found it under its name, and not opened it yet, still gets an answer.
+#[test]
+fn a_version_that_came_too_late_is_stale_to_nobody() {
+    let mount = Mount::new();
+    let _watchdog = Watchdog::new(&mount);
+    let script = "
+import ctypes
+fd = os.open('f', os.O_CREAT | os.O_TRUNC | os.O_RDWR)
+write_all(fd, fill(1, 300_000))
+# Python's own would duplicate the descriptor, and close it once more.
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+mapped = libc.mmap(None, ctypes.c_size_t(300_000), 1, mmap.MAP_PRIVATE, fd, ctypes.c_long(0))
+assert mapped != ctypes.c_void_p(-1).value, ctypes.get_errno()
+os.close(fd)
+step('closed')
+path = os.open('f', os.O_PATH)
+say(os.fstat(path).st_size)
+assert libc.munmap(ctypes.c_void_p(mapped), ctypes.c_size_t(300_000)) == 0
+step('released')
+say(errno_of(os.fstat, path))
+say(os.fstat(path).st_size)
+say(errno_of(os.open, 'f', os.O_RDONLY))
+";
+    fs::write(mount.at("f"), fill(0, 10_000)).unwrap();
+    let mut late = Client::with(&mount, script, &[]);
+    late.at("closed");
+    fs::write(mount.at("f"), fill(2, 20_000)).unwrap();
+    late.go();
+    // Before its RELEASE, its maker still finds its own.
+    assert_eq!(late.hear(), "300000");
+    late.at("released");
+    mount.wait_for("private_files", |files| files == 0);
+    late.go();
+    assert_eq!(late.hear(), "ok");
+    assert_eq!(late.hear(), "20000");
+    assert_eq!(late.hear(), "ok");
+    late.end();
+    assert_holds(&mount, "f", &fill(2, 20_000));
+    mount.check_quiet();
+}
+
 #[test]
 fn many_writers_of_one_name_never_mix() {
     let mount = Mount::new();

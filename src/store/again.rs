@@ -110,7 +110,7 @@ impl Core {
             return;
         }
         let (own, shown) = (self.id(idx).0, self.ino(idx));
-        let (parent, name) = (self.id(self.node(idx).parent), self.node(idx).name.clone());
+        let Some((parent, name)) = self.place_of(idx) else { return };
         self.gone.push(own, parent, &name);
         if shown != own {
             self.gone.push(shown, parent, &name);

@@ -95,6 +95,7 @@ impl Core {
 
     /// Takes the name from a private version; it goes on as a file without a name.
     fn forget_private(&mut self, idx: Idx) {
+        self.remember_name(idx);
         let Some(private) = self.hot_mut(idx).private_mut() else { return };
         let (parent, name) = (private.parent, std::mem::take(&mut private.name));
         private.parent = NONE;

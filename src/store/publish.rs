@@ -6,7 +6,7 @@ use nix::errno::Errno;
 
 use super::core::Core;
 use super::hot::{BLOCK, BlockIo, Mem, Phase, WriteBack, block_len, blocks_for};
-use super::node::{Idx, Kind, NAMED, NONE, NodeId};
+use super::node::{Idx, Kind, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
 use super::{Store, UnitReply};
 use crate::writeback::queue::Work;
@@ -37,6 +37,9 @@ impl Core {
 
     /// Gives a private version up: nobody ever saw it.
     fn discard(&mut self, idx: Idx) {
+        // Its maker may have found it just now, before its RELEASE came, and be about to open it.
+        self.remember_name(idx);
+        self.node_mut(idx).set(MOVED, true);
         let hot = self.hot_mut(idx);
         if let Some(private) = hot.private_mut() {
             let (parent, name) = (private.parent, std::mem::take(&mut private.name));
