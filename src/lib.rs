@@ -16,5 +16,6 @@ pub mod mount;
 pub mod signals;
 pub mod stats;
 pub mod store;
+pub mod streaming;
 pub mod units;
 pub mod writeback;
