@@ -443,4 +443,6 @@ fn raise_limits(notes: &mut Vec<String>) -> usize {
 }
 
 #[cfg(test)]
+mod in_flight_tests;
+#[cfg(test)]
 mod tests;

@@ -24,14 +24,14 @@ fn faulty(inner: Arc<dyn Engine>) -> Arc<dyn Engine> {
     Arc::new(engine)
 }
 
-struct Rig {
+pub(super) struct Rig {
     daemon: Daemon,
     events: Arc<Events>,
-    faults: Faults,
+    pub faults: Faults,
 }
 
 impl Rig {
-    fn start(dir: &Path) -> Self {
+    pub fn start(dir: &Path) -> Self {
         let store = dir.join("store");
         let flags = Layer::from_fstab([
             "mountpoint=/mnt/unused",
@@ -46,19 +46,19 @@ impl Rig {
         Self { daemon, events, faults }
     }
 
-    fn stop(self) {
+    pub fn stop(self) {
         self.daemon.stop();
     }
 
-    fn store(&self) -> &Arc<Store> {
+    pub fn store(&self) -> &Arc<Store> {
         &self.daemon.store
     }
 
-    fn caller() -> Caller {
+    pub fn caller() -> Caller {
         Caller { tid: nix::unistd::gettid().as_raw() as u32, uid: 0, gid: 0 }
     }
 
-    fn create(&self, name: &str, bytes: &[u8]) -> Handle {
+    pub fn create(&self, name: &str, bytes: &[u8]) -> Handle {
         let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
         let (_, handle) =
             self.store().create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller()).unwrap();
@@ -68,31 +68,35 @@ impl Rig {
         handle
     }
 
-    fn write(&self, name: &str, bytes: &[u8]) {
+    pub fn write(&self, name: &str, bytes: &[u8]) {
         let handle = self.create(name, bytes);
         self.store().release(&handle);
     }
 
-    fn fsync(&self, handle: &Handle) -> Result<(), Errno> {
+    pub fn fsync(&self, handle: &Handle) -> Result<(), Errno> {
         let (tell, told) = channel();
         self.store().fsync(handle, Box::new(move |result| tell.send(result).unwrap()));
         told.recv().unwrap()
     }
 
-    fn drain(&self) -> Result<(), Errno> {
+    pub fn drain(&self) -> Result<(), Errno> {
         let (tell, told) = channel();
         self.store().barrier(Box::new(move |result| tell.send(result).unwrap()));
         told.recv().unwrap()
     }
 
-    fn find(&self, name: &str) -> Result<u64, Errno> {
-        match self.store().lookup(ROOT_INO, name.as_bytes(), &Self::caller()) {
+    pub fn find(&self, name: &str) -> Result<u64, Errno> {
+        self.find_in(ROOT_INO, name)
+    }
+
+    pub fn find_in(&self, parent: u64, name: &str) -> Result<u64, Errno> {
+        match self.store().lookup(parent, name.as_bytes(), &Self::caller()) {
             Answer::Now(found) => found.map(|entry| entry.attr.ino),
             Answer::Wait => panic!("nothing is being released"),
         }
     }
 
-    fn read(&self, ino: u64, len: usize) -> Result<Vec<u8>, Errno> {
+    pub fn read(&self, ino: u64, len: usize) -> Result<Vec<u8>, Errno> {
         let opened = self.store().open(ino, libc::O_RDONLY, &Self::caller())?;
         let (tell, told) = channel();
         let reply =
@@ -103,7 +107,14 @@ impl Rig {
         read
     }
 
-    fn said(&self, what: &str) -> bool {
+    /// Waits until something has come about; what does not come is a test that hangs, and is seen.
+    pub fn wait(&self, come: impl Fn() -> bool) {
+        while !come() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    pub fn said(&self, what: &str) -> bool {
         String::from_utf8(self.events.read(0, 1 << 20)).unwrap().lines().any(|line| line.contains(what))
     }
 }

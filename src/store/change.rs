@@ -145,7 +145,8 @@ impl Core {
         if self.hot_mut(idx).passthrough_handles() > 0 {
             return Err(Stop::Fail(Errno::ETXTBSY));
         }
-        if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
+        if self.hot_mut(idx).blocks.iter().any(|block| block.io != BlockIo::Idle) {
+            // The device fills this memory, or reads from it: what is sealed is written without a copy.
             return Err(Stop::Load);
         }
         self.spread_layout(idx);
@@ -167,9 +168,6 @@ impl Core {
     /// Moves a file's bytes out of a slab that clients have seen.
     fn leave_lent_slab(&mut self, idx: Idx, size: u64) -> Result<(), Stop> {
         let hot = self.hot_mut(idx);
-        if hot.blocks.iter().any(|block| matches!(block.io, BlockIo::Writing(_))) {
-            return Err(Stop::Load);
-        }
         let on_device =
             hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
         let Some(old) = hot.slab.clone() else { return Ok(()) };
@@ -526,7 +524,9 @@ impl Core {
         hot.valid_to = hot.valid_to.min(size);
         hot.crc_to = usize::MAX;
         if size == 0 {
-            hot.slab = hot.slab.take().filter(|slab| !slab.is_lent());
+            // Whoever has seen it, fills it or reads from it right now keeps it as it is.
+            let busy = hot.transfers > 0 || hot.pins > 0;
+            hot.slab = hot.slab.take().filter(|slab| !busy && !slab.is_lent());
             (hot.crc_block, hot.crc_to, hot.crc) = (0, 0, 0);
         }
         for block in gone {

@@ -321,6 +321,10 @@ impl Core {
     /// as long as the new end is not stored.
     pub fn layout(&self, idx: Idx) -> (u64, Vec<Extent>, Vec<u32>) {
         let node = self.node(idx);
+        debug_assert!(
+            node.hot.as_ref().is_none_or(|hot| hot.base.is_none()),
+            "a version that shows another's bytes has no layout"
+        );
         let Some(hot) = node.hot.as_ref().filter(|hot| hot.placed) else {
             return (node.size, node.extents.as_slice().to_vec(), node.crcs.as_slice().to_vec());
         };
@@ -529,6 +533,11 @@ impl Core {
         }
         self.unlist(idx);
         self.drop_base(idx);
+        if let Some(hot) = self.node_mut(idx).hot.as_mut() {
+            // It was to take the place of these, and never will: they are gone all the same.
+            let replaced = std::mem::take(&mut hot.supersedes);
+            self.remove_records(replaced);
+        }
         self.drop_blocks(idx);
         let Some(mut node) = self.tree.nodes.remove(idx) else { return };
         if let Some(hot) = &mut node.hot {
@@ -564,11 +573,20 @@ impl Core {
     /// Forgets the version whose bytes this one shows.
     pub fn drop_base(&mut self, idx: Idx) {
         let Some(base) = self.node_mut(idx).hot.as_mut().and_then(|hot| hot.base.take()) else { return };
-        if let Some(base) = self.by_id(base) {
-            let hot = self.hot_mut(base);
-            hot.based = hot.based.saturating_sub(1);
-            self.reap(base);
+        let Some(base) = self.by_id(base) else { return };
+        let hot = self.hot_mut(base);
+        hot.based = hot.based.saturating_sub(1);
+        if hot.based == 0 && !self.node(base).has(NAMED) {
+            // Nothing stores it any more. Who waits for what it held waits for the version that holds it now.
+            let waiting = std::mem::take(&mut self.hot_mut(base).fsyncs);
+            if !waiting.is_empty() && self.node(idx).has(NAMED) {
+                let seq = self.store_soon(idx);
+                self.hot_mut(idx).fsyncs.extend(waiting.into_iter().map(|(_, reply)| (seq, reply)));
+            } else {
+                self.hot_mut(base).fsyncs = waiting;
+            }
         }
+        self.reap(base);
     }
 
     pub fn uncharge(&mut self, charge: u32, reserved: u32) {

@@ -6,7 +6,7 @@ use nix::errno::Errno;
 
 use super::core::Core;
 use super::hot::{BLOCK, BlockIo, Mem, Phase, WriteBack, block_len, blocks_for};
-use super::node::{Idx, Kind, MOVED, NAMED, NONE, NodeId};
+use super::node::{Idx, Kind, LOST, META_DIRTY, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
 use super::{Store, UnitReply};
 use crate::writeback::queue::Work;
@@ -111,8 +111,10 @@ impl Core {
 
     /// A private file that is grown beyond the slot limit, or fsynced, is visible from then on.
     pub fn show_early(&mut self, idx: Idx) {
-        let waits =
-            self.hot(idx).is_some_and(|hot| hot.private().is_some_and(|private| private.parent != NONE));
+        let waits = self
+            .hot(idx)
+            .and_then(|hot| hot.private())
+            .is_some_and(|private| private.parent != NONE && !private.killed && !self.node(idx).has(LOST));
         if waits && self.show(idx) {
             self.answer_lookups(idx);
         }
@@ -243,14 +245,17 @@ impl Core {
 
     fn fsync(&mut self, id: NodeId, reply: UnitReply) {
         let Some(idx) = self.by_id(id) else { return self.reply(move || reply(Ok(()))) };
-        self.show_early(idx);
-        let Some(idx) = self.by_id(id) else { return self.reply(move || reply(Err(Errno::EIO))) };
-        let hot = self.hot_mut(idx);
-        if std::mem::take(&mut hot.failed) || self.poisoned {
+        let lost = self.node(idx).has(LOST);
+        if std::mem::take(&mut self.hot_mut(idx).failed) || lost || self.poisoned {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
-        let settled = self.settings.memory_only || !self.node(idx).has(NAMED);
-        if settled || (self.is_durable(idx) && !self.node(idx).has(super::node::META_DIRTY)) {
+        self.show_early(idx);
+        let Some(idx) = self.by_id(id) else { return self.reply(move || reply(Err(Errno::EIO))) };
+        if self.settings.memory_only || !self.node(idx).has(NAMED) {
+            return self.reply(move || reply(Ok(())));
+        }
+        let idx = self.stand_in(idx);
+        if self.is_durable(idx) && !self.node(idx).has(META_DIRTY) {
             return self.reply(move || reply(Ok(())));
         }
         let seq = self.store_soon(idx);
@@ -258,6 +263,27 @@ impl Core {
         self.queue.urgent = true;
         self.wakes.committer = true;
         self.wakes.writer = true;
+    }
+
+    /// Whose record makes durable what `idx` shows: a copy-on-write version that nobody wrote to has no bytes of its
+    /// own, so that is the original's, under the name and with the attributes that it goes by now.
+    fn stand_in(&mut self, idx: Idx) -> Idx {
+        let Some(base) = self.hot(idx).and_then(|hot| hot.base).and_then(|base| self.by_id(base)) else {
+            return idx;
+        };
+        let node = self.node(idx);
+        let (parent, name) = (node.parent, node.name.clone());
+        let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
+        let xattrs = node.xattrs.clone();
+        let node = self.node_mut(base);
+        let same = (node.parent, &node.name, &node.xattrs) == (parent, &name, &xattrs)
+            && (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) == attributes;
+        if !same {
+            (node.parent, node.name, node.xattrs) = (parent, name, xattrs);
+            (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
+            self.changed(base);
+        }
+        base
     }
 
     /// Whether a file under construction has bytes that could go to the device early.

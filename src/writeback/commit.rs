@@ -26,7 +26,10 @@ const CHECKPOINT_STEP: usize = 1024;
 #[derive(Default)]
 struct Commit {
     records: Vec<Vec<u8>>,
-    files: Vec<NodeId>,
+    /// Nodes that the records tell of. Until those are on the device, fsync must not take the nodes for durable.
+    recorded: Vec<NodeId>,
+    /// How many of them are files stored anew.
+    files: u64,
     removed: Vec<(NodeId, u64)>,
     stale: Vec<(u8, Place)>,
     replies: Vec<(UnitReply, Result<(), Errno>)>,
@@ -124,7 +127,7 @@ impl Core {
                     if stored {
                         self.node_mut(idx).set(DURABLE, true);
                         self.remove_records(supersedes);
-                        commit.files.push(id);
+                        commit.files += 1;
                         commit.flush = true;
                         if put.insert(id) {
                             order.push(id);
@@ -147,7 +150,10 @@ impl Core {
         // Directories first: a record's parent must be known when it is read back.
         for id in order.into_iter().filter(|id| !gone.contains(id)) {
             let idx = id.idx();
-            self.node_mut(idx).set(META_DIRTY, false);
+            let node = self.node_mut(idx);
+            node.set(META_DIRTY, false);
+            node.set(COMMITTED, false);
+            commit.recorded.push(id);
             commit.flush |= self.node(idx).dir().is_none();
             commit.records.push(self.record(idx));
         }
@@ -182,7 +188,7 @@ impl Core {
             return;
         }
         self.counters.commits += 1;
-        self.counters.committed_files += commit.files.len() as u64;
+        self.counters.committed_files += commit.files;
         for (id, pages) in commit.removed {
             self.space.leaving -= pages;
             if let Some(idx) = self.by_id(id) {
@@ -195,7 +201,7 @@ impl Core {
         for (device, place) in commit.stale {
             self.free_extents(device, &place);
         }
-        for id in commit.files {
+        for id in commit.recorded {
             if let Some(idx) = self.by_id(id) {
                 let durable = self.node(idx).has(DURABLE);
                 self.node_mut(idx).set(COMMITTED, durable);
@@ -249,11 +255,11 @@ impl Store {
         records: &[Vec<u8>],
         flush: bool,
     ) -> Option<String> {
-        if records.is_empty() {
-            return None;
-        }
         if self.lock().poisoned {
             return Some("an earlier commit failed".to_owned());
+        }
+        if records.is_empty() {
+            return None;
         }
         if flush && let Err(error) = volume.flush() {
             return Some(error.to_string());
