@@ -201,3 +201,25 @@ fn a_private_file_that_was_lost_is_never_published() {
     assert_holds(&rig, rig.find("f").unwrap(), 1);
     rig.stop();
 }
+
+/// Rule R6: what cannot be stored is not found, and nothing older comes back in its place.
+#[test]
+fn a_new_version_that_cannot_be_stored_takes_its_name_with_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.write("f", &[1; SIZE]);
+    assert_eq!(rig.drain(), Ok(()));
+    rig.faults.fail_next(Direction::Write, 1, libc::EIO);
+    let handle = open(&rig, ROOT_INO, "f", libc::O_WRONLY | libc::O_TRUNC);
+    assert_eq!(write(&rig, &handle, &[2; SIZE]).recv().unwrap(), Ok(SIZE as u32));
+    rig.store().release(&handle);
+    assert_eq!(rig.drain(), Err(Errno::EIO));
+    assert_eq!(rig.find("f"), Err(Errno::ENOENT));
+    assert_eq!(rig.drain(), Ok(()));
+    rig.wait(|| rig.store().snapshot().used_bytes == 0);
+    rig.stop();
+
+    let rig = Rig::start(dir.path());
+    assert_eq!(rig.find("f"), Err(Errno::ENOENT));
+    rig.stop();
+}

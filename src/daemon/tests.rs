@@ -143,7 +143,6 @@ fn what_the_device_does_not_take_goes_away_and_whoever_asks_is_told() {
     rig.store().release(&handle);
     let _ = rig.drain();
 
-    // A new version that cannot be stored takes its name with it; nothing old comes back in its place.
     let used = rig.store().snapshot().used_bytes;
     assert_eq!(used, 300_000u64.next_multiple_of(4096), "room of what failed is back");
     assert_eq!(rig.read(rig.find("kept").unwrap(), 300_000), Ok(vec![1; 300_000]));

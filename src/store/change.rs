@@ -8,6 +8,7 @@
 //! Credit and room never wait for a file to be closed: under pressure the write-back worker spills blocks of files
 //! under construction. So a queue of writers always moves, however many files they have open.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -473,6 +474,9 @@ impl Core {
         node.mtime = now();
         node.ctime = node.mtime;
         let hot = self.hot_mut(idx);
+        if let Some(private) = hot.private_mut() {
+            private.supplied(offset..end);
+        }
         let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
         hot.rewritten(first..=last);
         hot.blocks[first..=last].iter_mut().for_each(|block| block.bad = false);
@@ -493,6 +497,19 @@ impl Core {
         self.mark_slot(idx);
         self.wake_if_unpinned(idx);
         self.close_if_done(idx);
+    }
+
+    /// A version that lacks what its writer wanted in it is not whole: it is given up when it is closed (rule R1), unless
+    /// the writer tries again and succeeds.
+    fn write_failed(&mut self, id: NodeId, range: Range<u64>) {
+        if let Some(private) =
+            self.by_id(id).and_then(|idx| self.node_mut(idx).hot.as_mut()).and_then(|hot| hot.private_mut())
+        {
+            private.lacks = match private.lacks.take() {
+                Some(lacks) => Some(lacks.start.min(range.start)..lacks.end.max(range.end)),
+                None => Some(range),
+            };
+        }
     }
 
     /// The checksum of block `index`, if the running one has just come to its end.
@@ -571,6 +588,10 @@ impl Core {
         node.size = size;
         node.mtime = now();
         node.ctime = node.mtime;
+        if let Some(private) = node.hot.as_mut().and_then(|hot| hot.private_mut()) {
+            // What was cut off is not missed any more.
+            private.supplied(size..u64::MAX);
+        }
         self.mark_slot(idx);
         self.changed(idx);
     }
@@ -725,10 +746,23 @@ impl Store {
         if data.is_empty() {
             return reply(Ok(0));
         }
-        match self.try_write(handle.id, offset, data, false) {
-            Tried::Done(result) => reply(result),
+        let (id, end) = (handle.id, offset.saturating_add(data.len() as u64));
+        match self.try_write(id, offset, data, false) {
+            Tried::Done(result) => {
+                if result.is_err() {
+                    self.with(|core| core.write_failed(id, offset..end));
+                }
+                reply(result);
+            }
             Tried::Wait { loading } => {
-                self.wait(handle.id, Change::Write { offset, data: data.to_vec(), reply }, loading);
+                let store = self.clone();
+                let reply = Box::new(move |result: Result<u32, Errno>| {
+                    if result.is_err() {
+                        store.with(|core| core.write_failed(id, offset..end));
+                    }
+                    reply(result);
+                });
+                self.wait(id, Change::Write { offset, data: data.to_vec(), reply }, loading);
             }
         }
     }

@@ -4,7 +4,7 @@
 //! knows its own memory, checksum and place on the device. Once sealed, checksums and places move to
 //! the node, and a block only says whether it is in L1.
 
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::time::Instant;
 
 use smallvec::SmallVec;
@@ -126,6 +126,23 @@ pub struct Private {
     pub killed: bool,
     /// It was opened by whom it was made for.
     pub opened: bool,
+    /// From the first to the last byte that a failed write did not bring, as far as no later one has.
+    pub lacks: Option<Range<u64>>,
+}
+
+impl Private {
+    /// The bytes of `range` are there, or are not wanted any more.
+    pub fn supplied(&mut self, range: Range<u64>) {
+        let Some(lacks) = &mut self.lacks else { return };
+        if range.start <= lacks.start {
+            lacks.start = lacks.start.max(range.end);
+        } else if range.end >= lacks.end {
+            lacks.end = lacks.end.min(range.start);
+        }
+        if lacks.is_empty() {
+            self.lacks = None;
+        }
+    }
 }
 
 #[derive(Debug)]

@@ -141,6 +141,7 @@ impl Core {
             waited: false,
             killed: false,
             opened: false,
+            lacks: None,
         };
         self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Private(Box::new(private)))));
         self.tree.add_private(idx, parent, name);

@@ -16,7 +16,9 @@ impl Core {
     pub fn complete(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
         match &hot.phase {
-            Phase::Private(private) if private.killed || !private.opened || private.parent == NONE => {
+            Phase::Private(private)
+                if private.killed || private.lacks.is_some() || !private.opened || private.parent == NONE =>
+            {
                 self.discard(idx);
             }
             // The version of its name that was closed after it is there already (R1: the last complete one wins).
@@ -43,17 +45,18 @@ impl Core {
         let hot = self.hot_mut(idx);
         if let Some(private) = hot.private_mut() {
             let (parent, name) = (private.parent, std::mem::take(&mut private.name));
-            let killed = private.killed;
+            let why = if private.killed {
+                Some("its writer was killed before it closed the file")
+            } else {
+                private.lacks.as_ref().map(|_| "a write to it failed, so it is not whole")
+            };
             private.parent = NONE;
             if parent != NONE {
                 self.tree.remove_private(idx, parent, &name);
-                if killed {
+                if let Some(why) = why {
                     self.counters.discarded += 1;
                     let path = self.tree.path(parent);
-                    self.event(format!(
-                        "discarded {path}/{}: its writer was killed before it closed the file",
-                        String::from_utf8_lossy(&name)
-                    ));
+                    self.event(format!("discarded {path}/{}: {why}", String::from_utf8_lossy(&name)));
                 }
             }
         }
@@ -245,7 +248,9 @@ impl Core {
 
     fn fsync(&mut self, id: NodeId, reply: UnitReply) {
         let Some(idx) = self.by_id(id) else { return self.reply(move || reply(Ok(()))) };
-        let lost = self.node(idx).has(LOST);
+        let lacks =
+            self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.lacks.is_some());
+        let lost = lacks || self.node(idx).has(LOST);
         if std::mem::take(&mut self.hot_mut(idx).failed) || lost || self.poisoned {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
