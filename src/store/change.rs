@@ -68,6 +68,8 @@ pub enum Stop {
     Load,
     /// Credit, room or memory has to be given back first.
     Room,
+    /// Nothing is in the way, but there is much to copy: others get their turn at the lock.
+    Again,
     Fail(Errno),
 }
 
@@ -98,6 +100,8 @@ struct Running {
     done: SmallVec<[(usize, u32); 6]>,
 }
 
+/// Blocks that are copied while the lock is held.
+const BLOCKS_A_PASS: usize = 4;
 /// Number of zero bytes that one pass of fallocate's zeroing writes.
 const ZERO_PASS: u64 = 1 << 20;
 
@@ -202,6 +206,7 @@ impl Core {
         };
         self.size_blocks(idx);
         let size = self.node(idx).size.min(keep);
+        let mut copied = 0;
         for index in 0..super::hot::blocks_for(size) {
             // Blocks copied before it had to wait may have been spilled for it meanwhile: those are not copied again.
             let block = &self.hot_mut(idx).blocks[index];
@@ -219,6 +224,10 @@ impl Core {
                 }
                 return Err(self.load_block(base, index));
             };
+            if copied == BLOCKS_A_PASS {
+                return Err(Stop::Again);
+            }
+            copied += 1;
             self.take_block(idx, index, len, false)?;
             let hot = self.hot_mut(idx);
             let Some(to) = hot.span(index) else { return Err(Stop::Room) };
@@ -731,17 +740,19 @@ enum Tried<T> {
     Wait { loading: bool },
 }
 
-impl<T> From<Result<T, Stop>> for Tried<T> {
-    fn from(result: Result<T, Stop>) -> Self {
-        match result {
-            Ok(value) => Self::Done(Ok(value)),
-            Err(Stop::Fail(errno)) => Self::Done(Err(errno)),
-            Err(stop) => Self::Wait { loading: stop == Stop::Load },
+impl Store {
+    /// Tries something that may take several passes.
+    fn tried<T>(self: &Arc<Self>, mut pass: impl FnMut(&mut Core) -> Result<T, Stop>) -> Tried<T> {
+        loop {
+            return match self.with(&mut pass) {
+                Ok(value) => Tried::Done(Ok(value)),
+                Err(Stop::Again) => continue,
+                Err(Stop::Fail(errno)) => Tried::Done(Err(errno)),
+                Err(stop) => Tried::Wait { loading: stop == Stop::Load },
+            };
         }
     }
-}
 
-impl Store {
     pub fn write(self: &Arc<Self>, handle: &Handle, offset: u64, data: &[u8], reply: WriteReply) {
         if data.is_empty() {
             return reply(Ok(0));
@@ -768,9 +779,10 @@ impl Store {
     }
 
     fn try_write(self: &Arc<Self>, id: NodeId, offset: u64, data: &[u8], queued: bool) -> Tried<u32> {
-        let mut plan = match self.with(|core| core.plan_write(id, offset, data.len(), queued)) {
-            Ok(plan) => plan,
-            Err(stop) => return Err(stop).into(),
+        let mut plan = match self.tried(|core| core.plan_write(id, offset, data.len(), queued)) {
+            Tried::Done(Ok(plan)) => plan,
+            Tried::Done(Err(errno)) => return Tried::Done(Err(errno)),
+            Tried::Wait { loading } => return Tried::Wait { loading },
         };
         if let Some(gap) = plan.gap {
             gap.zero(0..gap.len());
@@ -862,7 +874,7 @@ impl Store {
             let core = self.lock();
             end = end.min(core.by_id(id).map_or(0, |idx| core.node(idx).size));
         }
-        match self.with(|core| core.punch(id, *offset, end)).into() {
+        match self.tried(|core| core.punch(id, *offset, end)) {
             Tried::Done(Ok(())) => {}
             other => return other,
         }
@@ -899,14 +911,14 @@ impl Store {
                 Tried::Wait { loading } => return Some((Change::Write { offset, data, reply }, loading)),
             },
             Change::Truncate { size, ino, by_path, reply } => {
-                match self.with(|core| core.try_truncate(id, size, by_path)).into() {
+                match self.tried(|core| core.try_truncate(id, size, by_path)) {
                     Tried::Done(result) => reply(result.and_then(|()| self.getattr(ino))),
                     Tried::Wait { loading } => {
                         return Some((Change::Truncate { size, ino, by_path, reply }, loading));
                     }
                 }
             }
-            Change::Extend { size, reply } => match self.with(|core| core.truncate(id, size)).into() {
+            Change::Extend { size, reply } => match self.tried(|core| core.truncate(id, size)) {
                 Tried::Done(result) => reply(result),
                 Tried::Wait { loading } => return Some((Change::Extend { size, reply }, loading)),
             },
