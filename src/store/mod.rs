@@ -1,7 +1,8 @@
 //! The tiering rules: what is visible, what is in L1, what leaves, what waits.
 //!
-//! All state sits in one [`Core`] behind one lock, held for microseconds and never during a copy, a
-//! system call that can wait, or a transfer. That is what makes every answer true for one instant
+//! All state sits in one [`Core`] behind one lock, never held while a client's bytes are copied in or out, during a
+//! system call that can wait, or a transfer. What the store copies for itself (into a copy-on-write version, out of a
+//! file under construction that is stored early) it copies in steps of a few blocks. That is what makes every answer true for one instant
 //! (rule R11). What has to happen outside the lock (transfers, replies, invalidations) is collected
 //! as an [`Effect`] while the lock is held and carried out when it is not: a completion may call back
 //! into the store without a thought about locks.
