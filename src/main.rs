@@ -22,7 +22,10 @@ fn act(action: Action) -> Result<()> {
             let Some(mut ready) = background::start(config.daemon, config.pid_file.as_deref())? else {
                 return Ok(()); // the daemon has reported that the mount works
             };
-            let outcome = logging::init(&config).and_then(|()| daemon::run(*config, &mut ready));
+            let outcome = logging::init(&config).and_then(|()| {
+                logging::end_on_panic();
+                daemon::run(*config, &mut ready)
+            });
             ready.finish(outcome)
         }
         Action::Unmount { mountpoint, lazy } => mount::unmount(&mountpoint, lazy),

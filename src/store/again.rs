@@ -75,13 +75,24 @@ impl Expected {
 /// What versions were called that have no name any more.
 #[derive(Default, Debug)]
 pub struct Gone {
-    names: HashMap<u64, (NodeId, Box<[u8]>)>,
+    names: HashMap<u64, Former>,
     order: VecDeque<u64>,
 }
 
+#[derive(Clone, Debug)]
+struct Former {
+    parent: NodeId,
+    name: Box<[u8]>,
+    /// The version that took its place, and may have been renamed since: the kernel's name for both was renamed with it.
+    successor: Option<NodeId>,
+}
+
+/// Versions that took each other's place are followed this far.
+const SUCCESSORS: usize = 64;
+
 impl Gone {
-    fn push(&mut self, ino: u64, parent: NodeId, name: &[u8]) {
-        if self.names.insert(ino, (parent, name.into())).is_none() {
+    fn push(&mut self, ino: u64, former: Former) {
+        if self.names.insert(ino, former).is_none() {
             self.order.push_back(ino);
         }
         if self.order.len() > GONE_MAX
@@ -103,33 +114,56 @@ impl Hot {
 }
 
 impl Core {
-    /// Remembers what `idx` was called.
-    pub fn remember_name(&mut self, idx: Idx) {
+    /// Remembers what `idx` was called, and what takes its place.
+    pub fn remember_name(&mut self, idx: Idx, successor: Option<Idx>) {
         let node = self.node(idx);
         if node.kind() != Kind::File {
             return;
         }
         let (own, shown) = (self.id(idx).0, self.ino(idx));
         let Some((parent, name)) = self.place_of(idx) else { return };
-        self.gone.push(own, parent, &name);
+        let former = Former { parent, name, successor: successor.map(|idx| self.id(idx)) };
         if shown != own {
-            self.gone.push(shown, parent, &name);
+            self.gone.push(shown, former.clone());
         }
+        self.gone.push(own, former);
+    }
+
+    /// The version that was `gone` has left its place to `successor` after all.
+    pub fn leave_to(&mut self, gone: NodeId, successor: Idx) {
+        let successor = self.id(successor);
+        if let Some(former) = self.gone.names.get_mut(&gone.0) {
+            former.successor = Some(successor);
+        }
+    }
+
+    /// Where the name is now that led to `ino`.
+    fn former_place(&self, ino: u64) -> Option<(NodeId, Box<[u8]>)> {
+        let mut former = self.gone.names.get(&ino)?;
+        for _ in 0..SUCCESSORS {
+            let Some(successor) = former.successor else { break };
+            if let Some(idx) = self.by_id(successor).filter(|&idx| self.node(idx).has(NAMED)) {
+                return self.place_of(idx);
+            }
+            let Some(next) = self.gone.names.get(&successor.0) else { break };
+            former = next;
+        }
+        Some((former.parent, former.name.clone()))
     }
 
     /// The node behind an inode number, or the version that has its name now: what asks for attributes before it opens
     /// must not use up the one time that ESTALE is answered.
     pub fn resolve_current(&self, ino: u64) -> Result<Idx, Errno> {
         self.resolve(ino).or_else(|errno| {
-            let (parent, name) = self.gone.names.get(&ino).ok_or(errno)?;
-            let parent = self.by_id(*parent).ok_or(errno)?;
-            self.tree.child(parent, name).filter(|&idx| self.node(idx).kind() == Kind::File).ok_or(errno)
+            let (parent, name) = self.former_place(ino).ok_or(errno)?;
+            let parent = self.by_id(parent).ok_or(errno)?;
+            self.tree.child(parent, &name).filter(|&idx| self.node(idx).kind() == Kind::File).ok_or(errno)
         })
     }
 
     /// The answer to an open of a version that is gone.
     pub fn gone(&mut self, ino: u64, intent: Intent, caller: &Caller, tgid: u32) -> Errno {
-        match self.gone.names.get(&ino).cloned() {
+        match self.former_place(ino) {
             Some((parent, name)) => self.send_again(parent, &name, intent, caller, tgid),
             None => Errno::ESTALE,
         }

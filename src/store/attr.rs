@@ -143,6 +143,8 @@ impl Core {
 
     pub fn entry(&self, idx: Idx, shown: bool) -> Entry {
         let mut attr = self.attr(idx);
+        // Where a link leads, the kernel finds out without us; a version that is closed may take its place.
+        let shown = shown && self.node(idx).kind() != Kind::Symlink;
         if !shown {
             attr.ttl = Duration::ZERO;
         }

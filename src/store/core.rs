@@ -452,7 +452,7 @@ impl Core {
     /// the old record stays on the device until the new one is committed.
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
         self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
-        self.remember_name(idx);
+        self.remember_name(idx, successor);
         let parent = self.node(idx).parent;
         self.tree.unlink(idx);
         self.node_mut(idx).set(MOVED, by_us);

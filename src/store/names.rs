@@ -55,7 +55,7 @@ impl Core {
     ) -> Result<Entry, Errno> {
         check_name(name)?;
         let parent = self.resolve_dir(parent)?;
-        if self.tree.child(parent, name).is_some() {
+        if self.tree.child(parent, name).is_some() || self.reserved(parent, name) {
             return Err(Errno::EEXIST);
         }
         let (gid, mode) = self.inherited(parent, caller, mode, matches!(detail, Detail::Dir(_)));
@@ -95,7 +95,7 @@ impl Core {
 
     /// Takes the name from a private version; it goes on as a file without a name.
     fn forget_private(&mut self, idx: Idx) {
-        self.remember_name(idx);
+        self.remember_name(idx, None);
         let Some(private) = self.hot_mut(idx).private_mut() else { return };
         let (parent, name) = (private.parent, std::mem::take(&mut private.name));
         private.parent = NONE;

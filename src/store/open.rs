@@ -259,7 +259,7 @@ impl Core {
         let (parent, name, named) = (node.parent, node.name.clone(), node.has(NAMED));
         let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
         let xattrs = self.node(new).xattrs.clone();
-        let old_id = self.id(old);
+        let (old_id, new_id) = (self.id(old), self.id(new));
         let hot = self.hot_mut(new);
         hot.phase = Phase::Sealed;
         let supersedes: Vec<NodeId> = std::mem::take(&mut hot.supersedes);
@@ -273,6 +273,7 @@ impl Core {
         self.hot_mut(old).held -= 1;
         self.hot_mut(old).supersedes.extend(supersedes.into_iter().filter(|id| *id != old_id));
         self.tree.link(old, parent, &name);
+        self.leave_to(new_id, old);
         let node = self.node_mut(old);
         (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
         node.xattrs = xattrs;
@@ -300,7 +301,8 @@ impl Core {
     /// Whether this version is on the device or on its way there: then it is what a crash brings back, whole, until
     /// the next one is stored (rule R1). So that next one has to be a version of its own.
     pub fn is_stored(&self, idx: Idx) -> bool {
-        self.node(idx).has(DURABLE) || self.in_write_back(idx)
+        // Without a device, being sealed is all there is.
+        self.settings.memory_only || self.node(idx).has(DURABLE) || self.in_write_back(idx)
     }
 
     pub fn may_passthrough(&self, idx: Idx) -> bool {
@@ -352,12 +354,16 @@ impl Core {
         let stored = self.is_stored(idx);
         let hot = self.hot_mut(idx);
         let (handles, fixed) = (hot.handles(), hot.must_not_change());
+        let nameless = !named && hot.private().is_none_or(|private| private.parent == NONE);
         if intent == Intent::Truncate {
             let here = match &hot.phase {
                 Phase::Private(_) => arrived && size == 0,
                 Phase::Open => posix || size == 0,
                 Phase::Sealed => !fixed && (posix || size == 0),
-            } || (!named && hot.private().is_none_or(|private| private.parent == NONE));
+            } || (nameless && !hot.sealed());
+            if !here && nameless {
+                return Err(self.not_here(ino, intent, expected, caller, tgid));
+            }
             if !here {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
@@ -384,8 +390,7 @@ impl Core {
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
             if fresh {
-                // A file without a name that others read: there is no name to look up again.
-                return Err(Errno::ETXTBSY);
+                return Err(self.not_here(ino, intent, expected, caller, tgid));
             }
             return Ok(self.opened(idx, ino, flags, Mode::Direct));
         }
@@ -415,6 +420,19 @@ impl Core {
             _ => self.counters.open_hits_l2 += 1,
         }
         Ok(self.opened(idx, ino, flags, mode))
+    }
+
+    /// A sealed file that has lost its name is not changed any more: somebody reads it. Whoever comes by its old name
+    /// looks that up again, and finds out; who has come by `/proc/PID/fd` finds this file once more.
+    fn not_here(
+        &mut self,
+        ino: u64,
+        intent: Intent,
+        expected: Option<&Expected>,
+        caller: &Caller,
+        tgid: u32,
+    ) -> Errno {
+        if expected.is_some() { Errno::ETXTBSY } else { self.gone(ino, intent, caller, tgid) }
     }
 
     fn opened(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Opened {

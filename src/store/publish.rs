@@ -26,10 +26,11 @@ impl Core {
                 self.discard(idx);
             }
             Phase::Private(_) => {
+                // If it could not be shown, it may be gone by now.
                 if self.show(idx) {
                     self.seal(idx);
+                    self.answer_lookups(idx);
                 }
-                self.answer_lookups(idx);
             }
             Phase::Open if hot.base.is_some() => self.undo_copy_on_write(idx),
             Phase::Open => self.seal(idx),
@@ -40,7 +41,9 @@ impl Core {
     /// Gives a private version up: nobody ever saw it.
     fn discard(&mut self, idx: Idx) {
         // Its maker may have found it just now, before its RELEASE came, and be about to open it.
-        self.remember_name(idx);
+        let (parent, name) = self.home(idx);
+        let instead = if parent == NONE { None } else { self.tree.child(parent, name) };
+        self.remember_name(idx, instead);
         self.node_mut(idx).set(MOVED, true);
         let hot = self.hot_mut(idx);
         if let Some(private) = hot.private_mut() {
@@ -83,6 +86,7 @@ impl Core {
             let path = self.tree.path(parent);
             self.event(format!("discarded {path}/{}: {why}", String::from_utf8_lossy(&name)));
             self.counters.discarded += 1;
+            self.answer_lookups(idx);
             self.reap(idx);
             return false;
         }

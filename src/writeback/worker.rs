@@ -310,7 +310,7 @@ impl Core {
                     self.part_written(seq);
                 }
             }
-            Some(error) => self.store_failed(idx, &error),
+            Some(error) => self.store_failed(idx, job.seq, &error),
         }
         if self.tree.nodes.get(idx).is_some() {
             self.settle_layout(idx);
@@ -327,7 +327,7 @@ impl Core {
     }
 
     /// R6: what cannot be stored is not found any more, and whoever asks for durability is told.
-    fn store_failed(&mut self, idx: Idx, error: &io::Error) {
+    fn store_failed(&mut self, idx: Idx, seq: Option<u64>, error: &io::Error) {
         self.counters.store_failures += 1;
         self.queue.failures += 1;
         let hot = self.hot_mut(idx);
@@ -348,7 +348,9 @@ impl Core {
         for (_, reply) in waiting {
             self.reply(move || reply(Err(Errno::EIO)));
         }
-        if let WriteBack::Queued(seq) = queued {
+        // The entry it was written for, and a later one, if it has been queued again meanwhile.
+        let queued = if let WriteBack::Queued(seq) = queued { Some(seq) } else { None };
+        for seq in [seq, queued].into_iter().flatten() {
             self.set_state(seq, State::Void);
             if let Some(entry) = self.queue.get_mut(seq) {
                 entry.todo = Some(VecDeque::new());
