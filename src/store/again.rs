@@ -205,8 +205,17 @@ impl Core {
         let dir = self.id(parent);
         let at = self.expected.iter().position(|expected| {
             expected.is(caller, None) && expected.parent == dir && *expected.name == *name
+        });
+        // What it opened may have been renamed, and it goes by the old name. The first file that a thread looks up after
+        // it was sent to look again is what it was sent for: what comes before are directories.
+        let at = at.or_else(|| {
+            let visible = self.tree.child(parent, name)?;
+            let elsewhere = |expected: &Expected| caller.tid != 0 && expected.is(caller, None);
+            let at = self.expected.iter().position(elsewhere)?;
+            (self.node(visible).kind() == Kind::File && self.expected[at].lookups == 0).then_some(at)
         })?;
         let mut expected = self.expected.swap_remove(at);
+        (expected.parent, expected.name) = (dir, name.into());
         if expected.lookups == LOOKUPS {
             // It has come and gone without opening anything.
             self.give_up(expected);
