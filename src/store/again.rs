@@ -64,6 +64,11 @@ impl Expected {
         self.found.contains(&id)
     }
 
+    /// Without looking a name up.
+    pub fn came_straight_back(&self) -> bool {
+        self.lookups == 0
+    }
+
     /// Threads that cannot be told apart are known by what they want.
     fn is(&self, caller: &Caller, intent: Option<Intent>) -> bool {
         self.caller.tid == caller.tid
@@ -266,7 +271,12 @@ impl Core {
         let at = self.expected.iter().position(|expected| {
             expected.is(caller, Some(intent)) && (caller.tid != 0 || id.is_ok_and(|id| expected.found(id)))
         })?;
-        Some(self.expected.swap_remove(at))
+        let expected = self.expected.swap_remove(at);
+        if expected.lookups > 0 && expected.found.is_empty() {
+            // It found nothing when it looked again, and that was its answer. This is about something else.
+            return None;
+        }
+        Some(expected)
     }
 
     /// What was kept for somebody is not needed any longer.

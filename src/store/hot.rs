@@ -10,6 +10,7 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::node::{Idx, Links, NONE, NodeId};
+use super::process::Caller;
 use super::{EntryReply, ReadReply, UnitReply};
 use crate::l1::{Chunk, Slab};
 use crate::l2::Extent;
@@ -188,6 +189,7 @@ pub struct PendingRead {
 
 /// A lookup that waits for a release.
 pub struct PendingLookup {
+    pub caller: Caller,
     pub parent: Idx,
     pub name: Box<[u8]>,
     pub reply: EntryReply,

@@ -312,7 +312,9 @@ impl Store {
                     continue;
                 }
                 let (parent, name, ready) = (private.parent, private.name.clone(), ready.clone());
-                core.wait_for_release(idx, parent, &name, Box::new(move |_| drop(ready)));
+                // Nobody in particular: no lookup of any process is answered with it.
+                let nobody = Caller { tid: 0, uid: u32::MAX, gid: u32::MAX };
+                core.wait_for_release(idx, (parent, &name), &nobody, Box::new(move |_| drop(ready)));
             }
         });
     }

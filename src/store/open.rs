@@ -96,10 +96,22 @@ impl Core {
     }
 
     /// Answers when `idx` has been released, or after the bounded wait.
-    pub fn wait_for_release(&mut self, idx: Idx, parent: Idx, name: &[u8], reply: EntryReply) {
+    pub fn wait_for_release(
+        &mut self,
+        idx: Idx,
+        (parent, name): (Idx, &[u8]),
+        caller: &Caller,
+        reply: EntryReply,
+    ) {
         let deadline = Instant::now() + self.settings.publish_wait;
         let id = self.id(idx);
-        self.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
+        self.hot_mut(idx).lookups.push(PendingLookup {
+            caller: *caller,
+            parent,
+            name: name.into(),
+            reply,
+            deadline,
+        });
         self.deadlines.push((deadline, id));
         self.counters.publish_waits += 1;
         self.wakes.timer = true;
@@ -108,8 +120,10 @@ impl Core {
     /// Answers the lookups that waited for `idx` with what is there now.
     pub fn answer_lookups(&mut self, idx: Idx) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
-        for PendingLookup { parent, name, reply, .. } in std::mem::take(&mut hot.lookups) {
-            let answer = match self.tree.child(parent, &name) {
+        for PendingLookup { caller, parent, name, reply, .. } in std::mem::take(&mut hot.lookups) {
+            let again = self.look_again(parent, &name, &caller);
+            let answer = match again.or_else(|| self.tree.child(parent, &name)) {
+                Some(found) if again.is_some() => Ok(self.entry(found, false)),
                 Some(found) => Ok(self.entry(found, self.tree.privates(parent, &name).is_empty())),
                 None => Err(Errno::ENOENT),
             };
@@ -432,7 +446,10 @@ impl Core {
         caller: &Caller,
         tgid: u32,
     ) -> Errno {
-        if expected.is_some() { Errno::ETXTBSY } else { self.gone(ino, intent, caller, tgid) }
+        match expected {
+            Some(expected) if expected.came_straight_back() => Errno::ETXTBSY,
+            _ => self.gone(ino, intent, caller, tgid),
+        }
     }
 
     fn opened(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Opened {
@@ -525,7 +542,7 @@ impl Store {
                 let Ok(parent) = core.resolve_dir(parent) else {
                     return core.reply(move || reply(Err(Errno::ENOENT)));
                 };
-                core.wait_for_release(idx, parent, name, reply);
+                core.wait_for_release(idx, (parent, name), caller, reply);
             }
             Ok(Found::Node(idx, shown)) => {
                 let entry = core.entry(idx, shown);
