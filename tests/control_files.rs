@@ -151,6 +151,14 @@ fn what_is_open_does_not_change_while_it_is_read() {
 }
 
 #[test]
+fn there_is_nothing_to_sync_in_a_control_file() {
+    let mount = Mount::new();
+    for name in ["status", "events"] {
+        File::open(mount.at(".ctl").join(name)).unwrap().sync_all().unwrap();
+    }
+}
+
+#[test]
 fn nobody_changes_a_control_file() {
     let mount = Mount::new();
     let at = |name: &str| mount.at(".ctl").join(name);

@@ -223,3 +223,24 @@ fn a_new_version_that_cannot_be_stored_takes_its_name_with_it() {
     assert_eq!(rig.find("f"), Err(Errno::ENOENT));
     rig.stop();
 }
+
+/// A file that was queued again while it was being stored: when that fails, both its entries are over.
+#[test]
+fn the_queue_goes_on_after_a_failure_of_what_is_queued_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.faults.hold(Class::WriteBack);
+    rig.write("f", &[1; SIZE]);
+    rig.wait(|| rig.faults.held(Class::WriteBack) > 0);
+    let handle = open(&rig, ROOT_INO, "f", libc::O_RDONLY);
+    let told = fsync(&rig, &handle);
+    rig.faults.fail_next(Direction::Write, 1, libc::EIO);
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(told.recv().unwrap(), Err(Errno::EIO));
+    rig.store().release(&handle);
+    let _ = rig.drain();
+    rig.write("g", &[2; SIZE]);
+    assert_eq!(rig.drain(), Ok(()));
+    assert_holds(&rig, rig.find("g").unwrap(), 2);
+    rig.stop();
+}
