@@ -140,6 +140,9 @@ hear()
         }
         clients.iter_mut().for_each(Client::go);
         clients.into_iter().for_each(Client::end);
+        for name in ["n0", "n1"] {
+            let _ = fs::remove_file(mount.at(name));
+        }
     }
     mount.check_quiet();
 }
