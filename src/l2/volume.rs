@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use super::journal::{Batch, Journal, Medium};
 use super::record::Record;
 use super::superblock::{FORMAT, Found, Superblock};
-use super::{Device, DeviceError, DeviceOptions, Engine, EngineGauges};
+use super::{Claimed, Device, DeviceError, DeviceOptions, Engine, EngineGauges, foreign};
 use crate::error::{Error, Result};
 use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
 use crate::units::Bytes;
@@ -88,6 +88,51 @@ fn log_bytes(len: u64) -> u64 {
     (len / 64).clamp(super::journal::LOG_MIN, 256 << 20).next_multiple_of(PAGE as u64)
 }
 
+/// What a new store will be.
+struct Plan {
+    supers: Vec<Superblock>,
+    log: u64,
+}
+
+impl Plan {
+    fn new(devices: &[Claimed], options: &VolumeOptions) -> Result<Self> {
+        let store = random_id().map_err(|error| Error::caused_by("/dev/urandom", error))?;
+        let total: u64 = devices.iter().map(Claimed::len).sum();
+        let log = log_bytes(devices[0].len());
+        let files_max = options.files_max.unwrap_or(total / BYTES_PER_FILE).max(FILES_MIN);
+        let meta_len = super::journal::region_bytes(files_max, log).next_multiple_of(PAGE as u64);
+        let mut supers = Vec::new();
+        for (at, device) in devices.iter().enumerate() {
+            let meta = if at == 0 { meta_len } else { 0 };
+            let data_start = (META_AT + meta).next_multiple_of(DATA_ALIGN);
+            if device.len() < data_start + (SLACK_MIN + DATA_ALIGN) {
+                return Err(Error::new(
+                    device.path().display(),
+                    format!(
+                        "{} is too small: the catalog alone takes {}",
+                        Bytes(device.len()),
+                        Bytes(data_start)
+                    ),
+                )
+                .remedy("make it larger, or let it hold fewer files (--l2-files-max)"));
+            }
+            supers.push(Superblock {
+                devices: devices.len() as u32,
+                store,
+                device: at as u32,
+                block_bytes: crate::store::hot::BLOCK as u32,
+                len: device.len(),
+                meta_start: META_AT,
+                meta_len: meta,
+                data_start,
+                files_max,
+                made: crate::store::core::now(),
+            });
+        }
+        Ok(Self { supers, log })
+    }
+}
+
 fn data_blocks(supers: &[Superblock]) -> Vec<u64> {
     supers.iter().map(|superblock| (superblock.len - superblock.data_start) / PAGE as u64).collect()
 }
@@ -99,23 +144,37 @@ impl Volume {
         options: &VolumeOptions,
         reader: &mut dyn CatalogReader,
     ) -> Result<Opened> {
-        let mut devices = Vec::new();
+        // First only looked at: what is refused must be as it was, its holes included.
+        let mut claimed = Vec::new();
         for (path, size) in paths {
-            let device = open_patiently(path, &DeviceOptions { size: *size, ..options.device.clone() })
-                .map_err(|error| Error::new("", error))?;
+            claimed.push(claim_patiently(path, *size).map_err(|error| Error::new("", error))?);
+        }
+        let plan = || Plan::new(&claimed, options);
+        let (plan, supers) = if options.format {
+            (Some(plan()?), Vec::new())
+        } else {
+            let found: Vec<Found> = claimed.iter().map(read_super).collect::<Result<_>>()?;
+            if found.iter().all(|found| *found == Found::Blank) {
+                let plan = plan()?;
+                refuse_foreign(&claimed, &plan)?;
+                (Some(plan), Vec::new())
+            } else {
+                (None, check(&claimed, found)?)
+            }
+        };
+        let mut devices = Vec::new();
+        for claimed in claimed {
+            let device = claimed.ready(&options.device).map_err(|error| Error::new("", error))?;
             devices.push(match options.wrap {
                 Some(wrap) => device.wrap(wrap),
                 None => device,
             });
         }
-        let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
-        let blank = found.iter().all(|found| *found == Found::Blank);
-        if options.format || blank {
-            let opened = Self::format(devices, options)?;
+        if let Some(plan) = plan {
+            let opened = Self::format(devices, plan)?;
             reader.devices(&data_blocks(&opened.volume.supers));
             return Ok(opened);
         }
-        let supers = check(&devices, found)?;
         reader.devices(&data_blocks(&supers));
         let first = Arc::new(devices);
         let medium = Arc::new(FirstDevice(first.clone()));
@@ -149,46 +208,14 @@ impl Volume {
         Self { devices, supers, journal: Mutex::new(journal), written, recovery_bytes }
     }
 
-    fn format(devices: Vec<Device>, options: &VolumeOptions) -> Result<Opened> {
-        let store = random_id().map_err(|error| Error::caused_by("/dev/urandom", error))?;
-        let first_len = devices[0].len();
-        let total: u64 = devices.iter().map(Device::len).sum();
-        let log = log_bytes(first_len);
-        let files_max = options.files_max.unwrap_or(total / BYTES_PER_FILE).max(FILES_MIN);
-        let meta_len = super::journal::region_bytes(files_max, log).next_multiple_of(PAGE as u64);
-        let mut supers = Vec::new();
-        for (at, device) in devices.iter().enumerate() {
-            let meta = if at == 0 { meta_len } else { 0 };
-            let data_start = (META_AT + meta).next_multiple_of(DATA_ALIGN);
-            if device.len() < data_start + (SLACK_MIN + DATA_ALIGN) {
-                return Err(Error::new(
-                    device.path().display(),
-                    format!(
-                        "{} is too small: the catalog alone takes {}",
-                        Bytes(device.len()),
-                        Bytes(data_start)
-                    ),
-                )
-                .remedy("make it larger, or let it hold fewer files (--l2-files-max)"));
-            }
-            supers.push(Superblock {
-                devices: devices.len() as u32,
-                store,
-                device: at as u32,
-                block_bytes: crate::store::hot::BLOCK as u32,
-                len: device.len(),
-                meta_start: META_AT,
-                meta_len: meta,
-                data_start,
-                files_max,
-                made: crate::store::core::now(),
-            });
-        }
+    fn format(devices: Vec<Device>, plan: Plan) -> Result<Opened> {
+        let Plan { supers, log } = plan;
+        let (store, meta) =
+            (supers[0].store, supers[0].meta_start..supers[0].meta_start + supers[0].meta_len);
         let devices = Arc::new(devices);
         let failed = |device: &Device, error: io::Error| Error::new(device.path().display(), error);
-        let region = META_AT..META_AT + meta_len;
         // The journal first: a store with a superblock has a journal.
-        let journal = Journal::format(Arc::new(FirstDevice(devices.clone())), region, log, &store)
+        let journal = Journal::format(Arc::new(FirstDevice(devices.clone())), meta, log, &store)
             .map_err(|error| Error::new(devices[0].path().display(), error))?;
         for (device, superblock) in devices.iter().zip(&supers) {
             for at in [COPY_AT, 0] {
@@ -306,10 +333,10 @@ impl Volume {
 /// of the file and its lock, a little later than of the process.
 const IN_USE_PATIENCE: Duration = Duration::from_secs(5);
 
-fn open_patiently(path: &Path, options: &DeviceOptions) -> std::result::Result<Device, DeviceError> {
+fn claim_patiently(path: &Path, size: Option<u64>) -> std::result::Result<Claimed, DeviceError> {
     let deadline = Instant::now() + IN_USE_PATIENCE;
     loop {
-        match Device::open(path, options) {
+        match Claimed::open(path, size) {
             Err(error) if error.is_in_use() && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(50));
             }
@@ -347,26 +374,43 @@ impl Medium for FirstDevice {
     }
 }
 
-fn read_super(device: &Device) -> Result<Found> {
-    let mut result = Found::Damaged;
+/// What the two copies of the superblock say. One good copy is enough, whatever has become of the other.
+fn read_super(device: &Claimed) -> Result<Found> {
+    let mut copies = Vec::new();
     for at in [0, COPY_AT] {
-        let span = AlignedBuf::zeroed(PAGE).into_span();
-        device.read_at(at, &span).map_err(|error| Error::new(device.path().display(), error))?;
-        let found = span.with_bytes(Superblock::decode);
-        match found {
-            Found::Ours(_) | Found::Format(_) => return Ok(found),
-            Found::Damaged => {}
-            Found::Blank | Found::Foreign if at == 0 => result = found,
-            Found::Blank | Found::Foreign => {}
+        let mut page = [0; PAGE];
+        device.read_at(at, &mut page).map_err(|error| Error::new(device.path().display(), error))?;
+        copies.push(Superblock::decode(&page));
+    }
+    copies.sort_by_key(|found| match found {
+        Found::Ours(_) => 0,
+        Found::Format(_) => 1,
+        Found::Damaged => 2,
+        Found::Foreign => 3,
+        Found::Blank => 4,
+    });
+    Ok(copies.swap_remove(0))
+}
+
+const NEW: &str =
+    "give the path of a kvcachefs store, or make a new one with --format, which loses what is there";
+
+/// Refuses what is not blank, although it has no superblock.
+fn refuse_foreign(devices: &[Claimed], plan: &Plan) -> Result<()> {
+    for (device, superblock) in devices.iter().zip(&plan.supers) {
+        let shown = device.path().display();
+        let found = foreign::look(device, superblock.data_start);
+        if let Some(what) = found.map_err(|error| Error::new(&shown, error))? {
+            return Err(
+                Error::new(shown, format!("it is not a kvcachefs store: it holds {what}")).remedy(NEW)
+            );
         }
     }
-    Ok(result)
+    Ok(())
 }
 
 /// Whether the devices are those of one store, complete and in order.
-fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
-    const NEW: &str =
-        "give the path of a kvcachefs store, or make a new one with --format, which loses what is there";
+fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
     let mut supers = Vec::new();
     for (at, (device, found)) in devices.iter().zip(found).enumerate() {
         let shown = device.path().display();
@@ -406,9 +450,16 @@ fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
                 "use the program that made it, or make a new store with --format, which loses what is there",
             ),
             Found::Damaged => Error::new(shown, "both copies of its superblock are damaged").remedy(NEW),
-            Found::Foreign => Error::new(shown, "it is not a kvcachefs store").remedy(NEW),
+            Found::Foreign => {
+                let what = foreign::look(device, 0).map_err(|error| Error::new(&shown, error))?;
+                let what = what.unwrap_or_else(|| "something else".to_owned());
+                Error::new(shown, format!("it is not a kvcachefs store: it holds {what}")).remedy(NEW)
+            }
         };
         return Err(error);
     }
     Ok(supers)
 }
+
+#[cfg(test)]
+mod tests;
