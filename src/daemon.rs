@@ -336,9 +336,7 @@ impl Daemon {
     fn finish(&self, timeout: Duration, interrupted: impl FnMut() -> bool) -> Result<()> {
         let Some(volume) = &self.volume else { return Ok(()) };
         self.drain_until(timeout, interrupted)?;
-        if let Err(error) = self.store.checkpoint(volume) {
-            log::warn!("the last checkpoint failed: {error}; the log has everything but the times of access");
-        }
+        self.store.commit(volume, true);
         Ok(())
     }
 
@@ -442,6 +440,8 @@ fn raise_limits(notes: &mut Vec<String>) -> usize {
     usize::try_from(slabs).unwrap_or(usize::MAX)
 }
 
+#[cfg(test)]
+mod catalog_tests;
 #[cfg(test)]
 mod in_flight_tests;
 #[cfg(test)]

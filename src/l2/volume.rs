@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::journal::{Batch, Journal, Medium};
+use super::journal::{Batch, Checkpoint, Error as JournalError, Journal, Medium};
 use super::record::Record;
 use super::superblock::{FORMAT, Found, Superblock};
 use super::{Claimed, Device, DeviceError, DeviceOptions, Engine, EngineGauges, foreign};
@@ -49,9 +49,6 @@ pub trait CatalogReader {
 /// Puts an engine in front of a device's own, such as [`super::Faulty`].
 pub type Wrap = fn(Arc<dyn Engine>) -> Arc<dyn Engine>;
 
-/// Takes one record of a checkpoint.
-pub type PushRecord<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
-
 pub struct VolumeOptions {
     /// For tests.
     pub wrap: Option<Wrap>,
@@ -66,6 +63,7 @@ pub struct Volume {
     journal: Mutex<Journal>,
     /// Devices that were written to since they were last flushed.
     written: Vec<AtomicBool>,
+    flushing: Mutex<()>,
     /// How much reading the catalog took.
     recovery_bytes: u64,
 }
@@ -205,7 +203,14 @@ impl Volume {
         recovery_bytes: u64,
     ) -> Self {
         let written = supers.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { devices, supers, journal: Mutex::new(journal), written, recovery_bytes }
+        Self {
+            devices,
+            supers,
+            journal: Mutex::new(journal),
+            written,
+            flushing: Mutex::new(()),
+            recovery_bytes,
+        }
     }
 
     fn format(devices: Vec<Device>, plan: Plan) -> Result<Opened> {
@@ -272,37 +277,40 @@ impl Volume {
 
     /// Makes all data written so far durable.
     pub fn flush(&self) -> io::Result<()> {
+        // One at a time: who finds nothing written since must not go on before the flush of it has ended.
+        let _one = self.flushing.lock();
         for (device, written) in self.devices.iter().zip(&self.written) {
-            if written.swap(false, Ordering::AcqRel) {
-                device.sync_data()?;
+            if written.swap(false, Ordering::AcqRel)
+                && let Err(error) = device.sync_data()
+            {
+                written.store(true, Ordering::Release);
+                return Err(error);
             }
         }
         Ok(())
     }
 
-    fn batch(records: &[Vec<u8>]) -> Batch {
-        let mut batch = Batch::default();
-        records.iter().for_each(|record| batch.push(record));
-        batch
-    }
-
-    pub fn needs_checkpoint(&self, records: &[Vec<u8>]) -> bool {
-        self.journal.lock().needs_checkpoint(&Self::batch(records))
+    pub fn needs_checkpoint(&self) -> bool {
+        self.journal.lock().needs_checkpoint(&Batch::default())
     }
 
     /// Makes records durable.
-    pub fn append(&self, records: &[Vec<u8>]) -> io::Result<()> {
-        Ok(self.journal.lock().append(&Self::batch(records))?)
+    pub fn append(&self, records: &[Vec<u8>]) -> std::result::Result<(), JournalError> {
+        let mut batch = Batch::default();
+        records.iter().for_each(|record| batch.push(record));
+        self.journal.lock().append(&batch)
     }
 
-    /// Has `write` push every record of the state, and makes that the checkpoint.
-    pub fn checkpoint(&self, write: &mut dyn FnMut(&mut PushRecord<'_>) -> io::Result<()>) -> io::Result<()> {
-        let mut checkpoint = self.journal.lock().begin_checkpoint();
-        write(&mut |record| Ok(checkpoint.push(record)?))?;
+    /// Begins a checkpoint, which takes every record of the state.
+    pub fn begin_checkpoint(&self) -> Checkpoint {
+        self.journal.lock().begin_checkpoint()
+    }
+
+    pub fn finish_checkpoint(&self, checkpoint: Checkpoint) -> std::result::Result<(), JournalError> {
         // Records name bytes that have been written; those must be durable before the records are.
         self.written.iter().for_each(|written| written.store(true, Ordering::Release));
         self.flush()?;
-        Ok(self.journal.lock().finish_checkpoint(checkpoint)?)
+        self.journal.lock().finish_checkpoint(checkpoint)
     }
 
     pub fn gauges(&self) -> Vec<(String, &'static str, EngineGauges)> {
