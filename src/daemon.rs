@@ -241,9 +241,12 @@ impl Daemon {
             slab_file_max: config.slab_file_max.0,
             dirty_limit_pages: config.dirty_limit.0 / 4096,
             capacity_pages: volume.as_ref().map_or(config.l1.0 / 4096, |volume| volume.capacity_pages()),
+            // What the catalog was made for cannot grow.
             files_max: config
                 .l2_files_max
-                .unwrap_or_else(|| volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+                .unwrap_or(u64::MAX)
+                .min(volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+            catalog_bytes_max: volume.as_ref().map_or(u64::MAX, |volume| volume.catalog_bytes_max()),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
         };
@@ -251,6 +254,7 @@ impl Daemon {
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
         core.space.allocated = allocated_pages;
         core.space.peak = allocated_pages;
+        core.count_all();
         core.counters.recovery_bytes = volume.as_ref().map_or(0, |volume| volume.recovery_bytes());
         for idx in by_recency {
             core.touch(idx);

@@ -29,8 +29,10 @@ const FRAME_HEADER: usize = 40;
 const PAGE_U64: u64 = PAGE as u64;
 /// Bytes of one write of a checkpoint.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Room in a checkpoint for one file, on average: attributes, a name of 100 bytes, an extent, some checksums.
-pub const BYTES_PER_RECORD: u64 = 256;
+/// Records for one file, on average: attributes, a name of 100 bytes, an extent, some checksums.
+const BYTES_PER_RECORD: u64 = 256;
+/// And for each block of data: its checksum, and a part of an extent.
+const BYTES_PER_BLOCK: u64 = 8;
 /// How far behind the end of the log its continuation is looked for: more than any frame takes.
 const LOOK_AHEAD: u64 = 4 << 20;
 /// Smallest log.
@@ -154,11 +156,13 @@ impl Layout {
     }
 }
 
-/// Bytes of a region whose checkpoints hold `records` average records, with a log of `log` bytes.
-pub fn region_bytes(records: u64, log: u64) -> u64 {
-    2 * PAGE_U64
-        + 2 * (records * BYTES_PER_RECORD).next_multiple_of(CHUNK_BYTES as u64)
-        + log.next_multiple_of(PAGE_U64)
+/// Bytes of a region whose checkpoints are half full with `records` average records of files with `blocks` blocks, with
+/// a log of `log` bytes.
+pub fn region_bytes(records: u64, blocks: u64, log: u64) -> u64 {
+    let area = records.saturating_mul(2 * BYTES_PER_RECORD).saturating_add(blocks * 2 * BYTES_PER_BLOCK);
+    // A number of files that no device holds is told as too small a device.
+    let area = area.min(1 << 60).next_multiple_of(CHUNK_BYTES as u64);
+    2 * PAGE_U64 + 2 * area + log.next_multiple_of(PAGE_U64)
 }
 
 fn crc(parts: &[&[u8]]) -> u32 {
@@ -403,6 +407,11 @@ impl Journal {
             }
         }
         Ok(())
+    }
+
+    /// Bytes of a checkpoint.
+    pub fn area_bytes(&self) -> u64 {
+        self.layout.area
     }
 
     fn used(&self) -> u64 {

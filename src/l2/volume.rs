@@ -98,7 +98,8 @@ impl Plan {
         let total: u64 = devices.iter().map(Claimed::len).sum();
         let log = log_bytes(devices[0].len());
         let files_max = options.files_max.unwrap_or(total / BYTES_PER_FILE).max(FILES_MIN);
-        let meta_len = super::journal::region_bytes(files_max, log).next_multiple_of(PAGE as u64);
+        let meta_len = super::journal::region_bytes(files_max, total / crate::store::hot::BLOCK, log)
+            .next_multiple_of(PAGE as u64);
         let mut supers = Vec::new();
         for (at, device) in devices.iter().enumerate() {
             let meta = if at == 0 { meta_len } else { 0 };
@@ -262,6 +263,11 @@ impl Volume {
 
     pub fn files_max(&self) -> u64 {
         self.supers[0].files_max
+    }
+
+    /// Bytes of records that fit into a checkpoint in any order, its parts being of a fixed size.
+    pub fn catalog_bytes_max(&self) -> u64 {
+        self.journal.lock().area_bytes() / 2
     }
 
     /// What the devices do without, for status.

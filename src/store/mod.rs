@@ -13,6 +13,7 @@
 
 pub mod again;
 pub mod attr;
+pub mod catalog;
 pub mod change;
 pub mod core;
 pub mod hot;

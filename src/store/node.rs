@@ -169,6 +169,8 @@ pub struct Node {
     pub flags: u8,
     /// Which device of the volume holds the bytes.
     pub device: u8,
+    /// Bytes of its record that count against the catalog's room.
+    pub cataloged: u32,
     pub detail: Detail,
     pub extents: Extents,
     pub crcs: Crcs,
@@ -194,6 +196,7 @@ impl Node {
             mode,
             flags: 0,
             device: 0,
+            cataloged: 0,
             detail,
             extents: Extents::None,
             crcs: Crcs::None,

@@ -158,6 +158,7 @@ impl Core {
             node.set(COMMITTED, false);
             commit.recorded.push(id);
             commit.flush |= self.node(idx).dir().is_none();
+            self.recount(idx);
             commit.records.push(self.record(idx));
         }
         for (id, _) in &commit.removed {
