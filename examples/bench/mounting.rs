@@ -87,7 +87,7 @@ fn name(at: u64) -> String {
 struct Nobody;
 
 impl CatalogReader for Nobody {
-    fn devices(&mut self, _: &[u64]) {}
+    fn devices(&mut self, _: &[u64], _: u64) {}
     fn record(&mut self, _: Record) {}
 }
 

@@ -27,6 +27,8 @@ const HEADER_MAGIC: &[u8; 8] = b"KVCFS-JH";
 const CHUNK_MAGIC: u32 = 0x4b56_4343;
 const FRAME_HEADER: usize = 40;
 const PAGE_U64: u64 = PAGE as u64;
+/// Positions, sequence numbers and generations are smaller.
+const COUNT_END: u64 = 1 << 62;
 /// Bytes of one write of a checkpoint.
 const CHUNK_BYTES: usize = 1 << 20;
 /// Records for one file, on average: attributes, a name of 100 bytes, an extent, some checksums.
@@ -268,6 +270,12 @@ impl Journal {
             }
         }
         let header = newest.ok_or(Error::Foreign)?;
+        // Positions and numbers that take until then are not counted to by writing.
+        if header.area > 1
+            || [header.generation, header.log_start, header.log_seq].iter().any(|n| *n >= COUNT_END)
+        {
+            return Err(Error::Damaged("its header says what none of ours does".into()));
+        }
         let mut report = Report { bytes_read: 2 * PAGE_U64, ..Report::default() };
         let mut journal =
             Self { medium, layout, tag, header, end: header.log_start, seq: header.log_seq, poisoned: false };
@@ -396,6 +404,7 @@ impl Journal {
                 let later = u32_at(page, 0) == MAGIC
                     && u64_at(page, 16) == self.tag
                     && if lone_header { seq > self.seq } else { seq == self.seq + 1 && position == at }
+                    && position < COUNT_END
                     && position % self.layout.log == at % self.layout.log;
                 if later && self.read_frame(position, seq, &mut Report::default())?.is_some() {
                     return Err(Error::Damaged(format!(

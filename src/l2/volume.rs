@@ -41,8 +41,8 @@ const SLACK_MAX: u64 = 1 << 30;
 
 /// Takes what is in a catalog while it is read, so that it is never in memory twice.
 pub trait CatalogReader {
-    /// Called first: the blocks of data on each device.
-    fn devices(&mut self, data_blocks: &[u64]);
+    /// Called first: the blocks of data on each device, and how many files there may be.
+    fn devices(&mut self, data_blocks: &[u64], files_max: u64);
     fn record(&mut self, record: Record);
 }
 
@@ -171,10 +171,10 @@ impl Volume {
         }
         if let Some(plan) = plan {
             let opened = Self::format(devices, plan)?;
-            reader.devices(&data_blocks(&opened.volume.supers));
+            reader.devices(&data_blocks(&opened.volume.supers), opened.volume.files_max());
             return Ok(opened);
         }
-        reader.devices(&data_blocks(&supers));
+        reader.devices(&data_blocks(&supers), supers[0].files_max);
         let first = Arc::new(devices);
         let medium = Arc::new(FirstDevice(first.clone()));
         let mut undecodable = 0u64;
@@ -423,6 +423,23 @@ fn refuse_foreign(devices: &[Claimed], plan: &Plan) -> Result<()> {
     Ok(())
 }
 
+/// What no superblock of ours says. That its checksum is right only tells that it is as it was written.
+fn flaw(superblock: &Superblock, at: usize) -> Option<&'static str> {
+    let Superblock { len, meta_start, meta_len, data_start, files_max, .. } = *superblock;
+    let page = PAGE as u64;
+    let whole = [len, meta_start, meta_len, data_start].iter().all(|bytes| bytes.is_multiple_of(page));
+    let meta_end = meta_start.checked_add(meta_len);
+    let log = log_bytes(len.min(1 << 60));
+    let flaws = [
+        (!whole, "its sizes are no multiples of a page"),
+        (data_start >= len || len > i64::MAX as u64, "its data is not inside of it"),
+        (meta_start < 2 * page || meta_end.is_none_or(|end| end > data_start), "its catalog has no place"),
+        (at == 0 && meta_len < super::journal::region_bytes(1, 0, log), "its catalog is too small"),
+        (at == 0 && files_max > meta_len / 256, "its catalog has no room for its files"),
+    ];
+    flaws.into_iter().find(|(flaw, _)| *flaw).map(|(_, what)| what)
+}
+
 /// Whether the devices are those of one store, complete and in order.
 fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
     let mut supers = Vec::new();
@@ -430,7 +447,9 @@ fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
         let shown = device.path().display();
         let error = match found {
             Found::Ours(superblock) => {
-                let wrong = if superblock.len > device.len() {
+                let wrong = if let Some(flaw) = flaw(&superblock, at) {
+                    Some(format!("its superblock cannot be one of ours: {flaw}"))
+                } else if superblock.len > device.len() {
                     Some(format!(
                         "it is cut off: {} of {} are left",
                         Bytes(device.len()),

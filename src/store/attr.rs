@@ -67,7 +67,7 @@ pub const NAME_MAX: usize = 255;
 /// Largest value of an extended attribute (the kernel's own limit, XATTR_SIZE_MAX).
 const XATTR_MAX: usize = 64 << 10;
 /// All names and values of one node together: they live in RAM and in every record of the node.
-const XATTRS_MAX: usize = 128 << 10;
+pub const XATTRS_MAX: usize = 128 << 10;
 
 /// Set-user-id goes; set-group-id too where it means execution with that group.
 fn without_set_id(mode: u16) -> u16 {

@@ -40,6 +40,8 @@ pub struct Settings {
     /// Pages of L2 that files may use.
     pub capacity_pages: u64,
     pub files_max: u64,
+    /// Recovery would take no node from here on.
+    pub positions_max: u64,
     /// Bytes that the records of all files may take.
     pub catalog_bytes_max: u64,
     pub publish_wait: Duration,
@@ -683,6 +685,9 @@ impl Core {
         gid: u32,
         bytes: usize,
     ) -> Result<Idx, Errno> {
+        if self.tree.nodes.is_full(self.settings.positions_max) {
+            return Err(Errno::ENOSPC);
+        }
         let full = self.tree.nodes.count() as u64 >= self.settings.files_max;
         if full && !(self.settings.evict && self.evict_file()) {
             return Err(Errno::ENOSPC);

@@ -5,6 +5,8 @@ use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
+use proptest::prelude::*;
+
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -14,7 +16,7 @@ const SIZE: u64 = 64 * MIB;
 struct Records(Vec<Record>);
 
 impl CatalogReader for Records {
-    fn devices(&mut self, _: &[u64]) {}
+    fn devices(&mut self, _: &[u64], _: u64) {}
     fn record(&mut self, record: Record) {
         self.0.push(record);
     }
@@ -146,4 +148,65 @@ fn one_good_superblock_is_enough_and_none_is_damage() {
     assert!(refused(&[(&path, None)]).contains("damaged"));
     write(&path, COPY_AT, &vec![0; PAGE]);
     assert!(refused(&[(&path, None)]).contains("never finished, or has lost its superblocks"));
+}
+
+/// A number that means something, or any.
+fn number() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        Just(0),
+        Just(1),
+        Just(u64::MAX),
+        (0..20u64).prop_map(|at| at * MIB),
+        (0..8u64).prop_map(|at| at * PAGE as u64),
+        (0..64u32).prop_map(|bit| 1 << bit),
+        any::<u64>(),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// A right checksum says nothing about who wrote it.
+    #[test]
+    fn any_superblock_is_opened_or_refused(
+        changes in proptest::collection::vec((0..6usize, number()), 1..4),
+        headers in proptest::collection::vec((0..2u64, 0..4usize, number()), 0..3),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("store");
+        drop(open(&[(&path, Some(16 * MIB))]).unwrap());
+        let page = |at| {
+            let mut page = [0; PAGE];
+            File::open(&path).unwrap().read_exact_at(&mut page, at).unwrap();
+            page
+        };
+        let Found::Ours(mut superblock) = Superblock::decode(&page(0)) else { panic!("made just now") };
+        for (field, value) in changes {
+            match field {
+                0 => superblock.len = value,
+                1 => superblock.meta_start = value,
+                2 => superblock.meta_len = value,
+                3 => superblock.data_start = value,
+                4 => superblock.files_max = value,
+                _ => superblock.devices = value as u32,
+            }
+        }
+        [0, COPY_AT].iter().for_each(|at| write(&path, *at, &superblock.encode()));
+        for (slot, field, value) in headers {
+            // Generation, position, sequence, then area and chunks.
+            let at = META_AT + slot * PAGE as u64;
+            let mut header = page(at);
+            header[16 + field * 8..][..8].copy_from_slice(&value.to_le_bytes());
+            let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &header[..PAGE - 4]) as u32;
+            header[PAGE - 4..].copy_from_slice(&sum.to_le_bytes());
+            write(&path, at, &header);
+        }
+        if let Ok(opened) = open(&[(&path, None)]) {
+            // What was opened can be used.
+            opened.volume.append(&[vec![1; 100]]).unwrap();
+            let checkpoint = opened.volume.begin_checkpoint();
+            opened.volume.finish_checkpoint(checkpoint).unwrap();
+            prop_assert!(opened.volume.capacity_pages() <= 16 * MIB / PAGE as u64);
+        }
+    }
 }
