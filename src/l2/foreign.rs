@@ -14,6 +14,10 @@ use super::device::Claimed;
 const AT_LEAST: u64 = 1 << 20;
 /// Bytes of one read.
 const PIECE: usize = 1 << 20;
+/// Behind this, which is beyond all marks, the catalog of a large store goes on for gigabytes: there a page of each piece
+/// is read, so that a start takes a second at most.
+const WHOLE: u64 = 256 << 20;
+const SAMPLE: usize = 4096;
 
 /// What is on the device up to `through` and at its end, in words; `None` if it is blank.
 pub fn look(device: &Claimed, through: u64) -> io::Result<Option<String>> {
@@ -37,13 +41,15 @@ fn first_byte(device: &Claimed, range: Range<u64>) -> io::Result<Option<u64>> {
         at = data.start;
         let end = data.end.min(range.end);
         while at < end {
-            let piece = &mut buf[..(end - at).min(PIECE as u64) as usize];
+            let whole = (end - at).min(PIECE as u64);
+            let read = if at < WHOLE || range.start >= WHOLE { whole } else { whole.min(SAMPLE as u64) };
+            let piece = &mut buf[..read as usize];
             device.read_at(at, piece)?;
             if piece != &zeros[..piece.len()] {
                 let offset = piece.iter().position(|byte| *byte != 0).unwrap_or(0);
                 return Ok(Some(at + offset as u64));
             }
-            at += piece.len() as u64;
+            at += whole;
         }
     }
     Ok(None)

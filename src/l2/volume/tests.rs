@@ -96,6 +96,19 @@ fn what_is_somebody_elses_is_named_and_left_as_it_was() {
     }
 }
 
+/// What is behind the first 256 MiB is looked at here and there, and at the end whole.
+#[test]
+fn large_images_are_looked_at_as_well() {
+    let dir = tempfile::tempdir().unwrap();
+    let size = 64 << 30;
+    for (at, bytes) in [(200 * MIB, 1), (400 * MIB, 2 * MIB), (size - 5, 5)] {
+        let path = sparse(dir.path(), "image", size);
+        write(&path, at, &vec![b'?'; bytes as usize]);
+        let said = refused(&[(&path, None)]);
+        assert!(said.contains(&format!("data at byte {at}")), "{said}");
+    }
+}
+
 #[test]
 fn zeros_become_a_store_and_take_their_room_then() {
     let dir = tempfile::tempdir().unwrap();
