@@ -217,6 +217,7 @@ fn a_full_catalog_refuses_and_takes_removals() {
     let dir = tempfile::tempdir().unwrap();
     let start = || Rig::start_with(dir.path(), "64MiB,evict=none", faulty);
     let rig = start();
+    rig.write("written", &[1; 100]);
     let mut names = Vec::new();
     let refused = loop {
         let name = format!("file{}", names.len());
@@ -250,6 +251,10 @@ fn a_full_catalog_refuses_and_takes_removals() {
     assert_eq!(rename("short"), Ok(()));
     assert_eq!(rig.store().mkdir(ROOT_INO, long.as_bytes(), 0o755, &caller).err(), Some(Errno::ENOSPC));
     assert_eq!(rig.drain(), Ok(()));
+    let ino = rig.find("written").unwrap();
+    for flags in [libc::O_WRONLY, libc::O_WRONLY | libc::O_TRUNC] {
+        assert_eq!(rig.store().open(ino, flags, &caller).err(), Some(Errno::ENOSPC));
+    }
     for _ in 0..3 {
         rig.checkpoint();
     }
@@ -263,6 +268,7 @@ fn a_full_catalog_refuses_and_takes_removals() {
         rig.unlink(name);
     }
     rig.unlink("short");
+    rig.unlink("written");
     assert_eq!(rig.drain(), Ok(()));
     rig.checkpoint();
     assert!(rig.store().snapshot().catalog_used_bytes < 1000);

@@ -125,6 +125,19 @@ impl Core {
         self.catalog.used > self.catalog.limit
     }
 
+    /// Whether there is room for another version of `idx`. Asked before the kernel is sent to look for it: what it finds
+    /// missing then, it can only tell as ESTALE.
+    pub fn room_for_version(&mut self, idx: Idx) -> Result<(), Errno> {
+        if !self.settings.evict && self.tree.nodes.count() as u64 >= self.settings.files_max {
+            return Err(Errno::ENOSPC);
+        }
+        if self.settings.memory_only {
+            return Ok(());
+        }
+        let bytes = RECORD_FIXED + EXTENT + CHECKSUM + self.record_bytes_like(idx) as u64;
+        self.reserve_record(bytes, idx)
+    }
+
     /// Bytes of name, attributes and checksums that a copy of `idx` takes over.
     pub fn record_bytes_like(&self, idx: Idx) -> usize {
         (self.record_bytes(idx, self.node(idx).size) - RECORD_FIXED) as usize

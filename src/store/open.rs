@@ -386,6 +386,7 @@ impl Core {
             }
             if !here {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
+                self.room_for_version(idx)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
             if caller.uid != 0 {
@@ -407,6 +408,7 @@ impl Core {
             };
             if fresh && named {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
+                self.room_for_version(idx)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
             if fresh {
