@@ -257,6 +257,12 @@ impl Control {
                 Bytes(s.dirty_peak_bytes),
                 s.queued_files
             ));
+            line(format_args!(
+                "     catalog {} of {} ({:.0} %)",
+                Bytes(s.catalog_used_bytes),
+                Bytes(s.catalog_capacity_bytes),
+                percent(s.catalog_used_bytes, s.catalog_capacity_bytes)
+            ));
         }
         for (path, engine, gauges) in &s.devices {
             line(format_args!("     {path}   engine {engine}   in flight {}", gauges.outstanding()));
@@ -348,6 +354,8 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("l2_capacity_bytes", s.capacity_bytes, "Room for files on the devices."),
         gauge("l2_used_bytes", s.used_bytes, "Room that files take or have reserved."),
         gauge("l2_used_peak_bytes", s.used_peak_bytes, "Most room that files have taken."),
+        gauge("catalog_capacity_bytes", s.catalog_capacity_bytes, "Room for the records of files."),
+        gauge("catalog_used_bytes", s.catalog_used_bytes, "Room that the records of files take."),
         gauge("dirty_bytes", s.dirty_bytes, "Bytes written by clients that are not on a device."),
         gauge("dirty_peak_bytes", s.dirty_peak_bytes, "Most dirty bytes so far."),
         gauge("dirty_limit_bytes", s.dirty_limit_bytes, "Bound of the dirty bytes."),

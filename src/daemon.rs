@@ -17,7 +17,7 @@ use crate::mount;
 use crate::signals::{self, Stop};
 use crate::stats::Events;
 use crate::store::core::{Core, Settings};
-use crate::store::recover::{Recovered, Recovery};
+use crate::store::recover::{Recovered, Recovery, positions_max};
 use crate::store::{Store, UnitReply};
 use crate::units::Bytes;
 
@@ -241,16 +241,21 @@ impl Daemon {
             slab_file_max: config.slab_file_max.0,
             dirty_limit_pages: config.dirty_limit.0 / 4096,
             capacity_pages: volume.as_ref().map_or(config.l1.0 / 4096, |volume| volume.capacity_pages()),
+            positions_max: positions_max(volume.as_ref().map_or(u64::MAX, |volume| volume.files_max())),
+            // What the catalog was made for cannot grow.
             files_max: config
                 .l2_files_max
-                .unwrap_or_else(|| volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+                .unwrap_or(u64::MAX)
+                .min(volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+            catalog_bytes_max: volume.as_ref().map_or(u64::MAX, |volume| volume.catalog_bytes_max()),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
         };
-        let Recovered { tree, allocators, allocated_pages, by_recency, dropped } = recovered;
+        let Recovered { tree, allocators, allocated_pages, by_recency, dropped, refused } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
         core.space.allocated = allocated_pages;
         core.space.peak = allocated_pages;
+        core.count_all();
         core.counters.recovery_bytes = volume.as_ref().map_or(0, |volume| volume.recovery_bytes());
         for idx in by_recency {
             core.touch(idx);
@@ -259,6 +264,14 @@ impl Daemon {
             let path = core.tree.path(id.idx());
             log::error!("{path} was dropped from the catalog: {why}");
             events.push(format!("dropped {path}: {why}"));
+        }
+        for (id, why) in &refused.first {
+            log::error!("a record of node {:#x} was dropped from the catalog: {why}", id.0);
+            events.push(format!("dropped a record of node {:#x}: {why}", id.0));
+        }
+        if refused.count > refused.first.len() as u64 {
+            log::error!("{} records were dropped from the catalog in all", refused.count);
+            events.push(format!("dropped {} records in all", refused.count));
         }
         core.remove_records(dropped.into_iter().map(|(id, _)| id).collect());
         let store = Store::new(core, pool, volume.clone(), events.clone());
@@ -336,9 +349,7 @@ impl Daemon {
     fn finish(&self, timeout: Duration, interrupted: impl FnMut() -> bool) -> Result<()> {
         let Some(volume) = &self.volume else { return Ok(()) };
         self.drain_until(timeout, interrupted)?;
-        if let Err(error) = self.store.checkpoint(volume) {
-            log::warn!("the last checkpoint failed: {error}; the log has everything but the times of access");
-        }
+        self.store.commit(volume, true);
         Ok(())
     }
 
@@ -442,6 +453,8 @@ fn raise_limits(notes: &mut Vec<String>) -> usize {
     usize::try_from(slabs).unwrap_or(usize::MAX)
 }
 
+#[cfg(test)]
+mod catalog_tests;
 #[cfg(test)]
 mod in_flight_tests;
 #[cfg(test)]

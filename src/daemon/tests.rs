@@ -18,30 +18,35 @@ thread_local! {
     static FAULTS: RefCell<Option<Faults>> = const { RefCell::new(None) };
 }
 
-fn faulty(inner: Arc<dyn Engine>) -> Arc<dyn Engine> {
+pub(super) fn faulty(inner: Arc<dyn Engine>) -> Arc<dyn Engine> {
     let (engine, faults) = Faulty::new(inner);
     FAULTS.with(|at| *at.borrow_mut() = Some(faults));
     Arc::new(engine)
 }
 
 pub(super) struct Rig {
-    daemon: Daemon,
+    pub daemon: Daemon,
     events: Arc<Events>,
     pub faults: Faults,
 }
 
 impl Rig {
     pub fn start(dir: &Path) -> Self {
+        Self::start_with(dir, "64MiB", faulty)
+    }
+
+    /// With a store of this size (and other options), and something in front of its device.
+    pub fn start_with(dir: &Path, size: &str, wrap: Wrap) -> Self {
         let store = dir.join("store");
         let flags = Layer::from_fstab([
             "mountpoint=/mnt/unused",
-            &format!("l1=64MiB,l2={}:64MiB,lock=false,l2-engine=threads", store.display()),
+            &format!("l1=64MiB,lock=false,l2-engine=threads,l2={}:{size}", store.display()),
         ])
         .unwrap();
         let config = Config::resolve(Layer::default(), Layer::default(), flags, &Host::probe()).unwrap();
         let ready = crate::background::start(false, None).unwrap().unwrap();
         let events = Arc::new(Events::default());
-        let daemon = Daemon::start_on(&config, &events, &ready, Some(faulty)).unwrap();
+        let daemon = Daemon::start_on(&config, &events, &ready, Some(wrap)).unwrap();
         let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap();
         Self { daemon, events, faults }
     }

@@ -11,8 +11,9 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Seek, SeekFrom};
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use std::sync::mpsc::sync_channel;
 
 use nix::fcntl::{FallocateFlags, FcntlArg, OFlag, fallocate, fcntl};
 use nix::sys::statvfs::fstatvfs;
+use nix::unistd::{Whence, lseek};
 
 use super::{Class, Direction, Engine, EngineOptions, Io, Target, Threads, Uring};
 use crate::memory::{PAGE, Span};
@@ -69,29 +71,114 @@ pub struct Device {
     _file: Arc<File>,
 }
 
-impl Device {
-    pub fn open(path: &Path, options: &DeviceOptions) -> Result<Self, DeviceError> {
+/// A device that is ours alone, and has the right size. Nothing has been written to it: who claims it can still look at
+/// what is there and leave it, and then it is as it was.
+pub struct Claimed {
+    path: PathBuf,
+    file: File,
+    len: u64,
+    /// Bytes that are really there: 0 of a file that is to become a store, all of a block device of which less is used.
+    end: u64,
+    is_block: bool,
+    made: Made,
+}
+
+/// A file that was made just now. What a failed start made is of no use, and would look like a store of the wrong size
+/// at the next one: so it is removed, unless it is kept.
+struct Made(Option<PathBuf>);
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+impl Claimed {
+    pub fn open(path: &Path, size: Option<u64>) -> Result<Self, DeviceError> {
         let error = |cause| DeviceError { path: path.to_owned(), cause };
-        if let Some(size) = options.size
+        if let Some(size) = size
             && (size == 0 || !size.is_multiple_of(PAGE as u64))
         {
             return Err(error(Cause::OddSize { size }));
         }
-        let opened = open_exclusively(path, options.size.is_some()).map_err(error)?;
-        let made = opened.is_new;
-        let opened = size_up(opened, path, options.size).inspect_err(|_| {
-            // What a failed start made is of no use, and would look like a store of the wrong size at the next one.
-            if made {
-                let _ = fs::remove_file(path);
+        let Opened { mut file, is_block, is_new } = open_exclusively(path, size.is_some()).map_err(error)?;
+        let made = Made(is_new.then(|| path.to_owned()));
+        let (len, end) = measure(&mut file, is_block, size).map_err(error)?;
+        Ok(Self { path: path.to_owned(), file, len, end, is_block, made })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes that are to be used, a multiple of 4096.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes that are there.
+    pub fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Fills `buf` from `offset`; behind the end are zeros.
+    pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let there = self.end.saturating_sub(offset).min(buf.len() as u64) as usize;
+        self.file.read_exact_at(&mut buf[..there], offset)?;
+        buf[there..].fill(0);
+        Ok(())
+    }
+
+    /// The next bytes from `offset` on that may be anything but zeros, as far as that is known without reading.
+    pub fn data_from(&self, offset: u64) -> Option<Range<u64>> {
+        if offset >= self.end {
+            return None;
+        }
+        let all = Some(offset..self.end);
+        if self.is_block {
+            return all;
+        }
+        let seek = |at: u64, whence| lseek(&self.file, at as libc::off_t, whence).map(|at| at as u64);
+        match seek(offset, Whence::SeekData) {
+            Ok(start) => Some(start..seek(start, Whence::SeekHole).unwrap_or(self.end).min(self.end)),
+            Err(nix::Error::ENXIO) => None,
+            Err(_) => all,
+        }
+    }
+
+    /// Reserves its space and starts its engine. From here on it may be written to.
+    pub fn ready(self, options: &DeviceOptions) -> Result<Device, DeviceError> {
+        let Self { path, file, len, end, is_block, mut made } = self;
+        let error = |cause| DeviceError { path: path.clone(), cause };
+        let mut notes = Vec::new();
+        if !is_block {
+            // Also for a file of the right length, which may have holes; costs nothing when it has none.
+            let found = file.metadata().map_err(Cause::step("measuring it")).map_err(error)?;
+            reserve(&file, len, len.saturating_sub(found.blocks() * 512), &mut notes).map_err(error)?;
+            if end == 0 {
+                file.sync_all().map_err(Cause::step("making its size durable")).map_err(error)?;
+                sync_directory_of(&path).map_err(Cause::step("making its name durable")).map_err(error)?;
             }
-        });
-        let (file, len, mut notes) = opened.map_err(error)?;
+        }
+        made.0 = None;
         let (direct, alignment) = go_direct(&file, &mut notes);
         let file = Arc::new(file);
         let label = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let target = Target { file: file.clone(), len, grain: if direct { alignment } else { 1 }, label };
         let engine = start_engine(target, options, &mut notes).map_err(error)?;
-        Ok(Self { path: path.to_owned(), len, alignment, direct, notes, engine, _file: file })
+        Ok(Device { path, len, alignment, direct, notes, engine, _file: file })
+    }
+}
+
+impl Device {
+    pub fn open(path: &Path, options: &DeviceOptions) -> Result<Self, DeviceError> {
+        Claimed::open(path, options.size)?.ready(options)
     }
 
     pub fn path(&self) -> &Path {
@@ -201,10 +288,8 @@ fn open_exclusively(path: &Path, may_create: bool) -> Result<Opened, Cause> {
     Ok(Opened { file, is_block, is_new: kind.is_none() })
 }
 
-/// Makes sure that the device is as large as asked, and a file's space really there.
-fn size_up(opened: Opened, path: &Path, size: Option<u64>) -> Result<(File, u64, Vec<String>), Cause> {
-    let Opened { mut file, is_block, .. } = opened;
-    let mut notes = Vec::new();
+/// How many bytes are to be used, and how many are there.
+fn measure(file: &mut File, is_block: bool, size: Option<u64>) -> Result<(u64, u64), Cause> {
     if is_block {
         // The end of a block device is its BLKGETSIZE64.
         let has = file.seek(SeekFrom::End(0)).map_err(Cause::step("measuring it"))?;
@@ -212,29 +297,22 @@ fn size_up(opened: Opened, path: &Path, size: Option<u64>) -> Result<(File, u64,
         if len > has || len == 0 {
             return Err(Cause::SmallDevice { asked: len, has });
         }
-        return Ok((file, len, notes));
+        return Ok((len, has));
     }
-    let found = file.metadata().map_err(Cause::step("measuring it"))?;
-    // An empty file is one that was to become a store when its daemon ended.
-    let is_new = found.len() == 0;
+    let has = file.metadata().map_err(Cause::step("measuring it"))?.len();
     let len = match size {
-        None if is_new => return Err(Cause::Missing),
-        None => found.len() - found.len() % PAGE as u64,
-        Some(size) if is_new => size,
-        Some(size) if size < found.len() => return Err(Cause::WouldShrink { asked: size, has: found.len() }),
-        Some(size) if size > found.len() => return Err(Cause::SmallFile { asked: size, has: found.len() }),
+        // An empty file is one that was to become a store when its daemon ended.
+        None if has == 0 => return Err(Cause::Missing),
+        None => has - has % PAGE as u64,
+        Some(size) if has == 0 => size,
+        Some(size) if size < has => return Err(Cause::WouldShrink { asked: size, has }),
+        Some(size) if size > has => return Err(Cause::SmallFile { asked: size, has }),
         Some(size) => size,
     };
     if len == 0 {
-        return Err(Cause::OddSize { size: found.len() });
+        return Err(Cause::OddSize { size: has });
     }
-    // Also for a file of the right length, which may have holes; costs nothing when it has none.
-    reserve(&file, len, len.saturating_sub(found.blocks() * 512), &mut notes)?;
-    if is_new {
-        file.sync_all().map_err(Cause::step("making its size durable"))?;
-        sync_directory_of(path).map_err(Cause::step("making its name durable"))?;
-    }
-    Ok((file, len, notes))
+    Ok((len, has))
 }
 
 fn reserve(file: &File, len: u64, missing: u64, notes: &mut Vec<String>) -> Result<(), Cause> {

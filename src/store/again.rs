@@ -303,8 +303,11 @@ impl Core {
         let (parent, name) = self.home(visible);
         let name: Box<[u8]> = name.into();
         let (mode, owner, xattrs) = (u32::from(node.mode), (node.uid, node.gid), node.xattrs.clone());
+        let more = super::catalog::xattrs_bytes(node) as usize;
+        self.widen_record(visible, more)?;
         let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
         self.node_mut(new).xattrs = xattrs;
+        self.recount(new);
         Ok(new)
     }
 

@@ -67,7 +67,7 @@ pub const NAME_MAX: usize = 255;
 /// Largest value of an extended attribute (the kernel's own limit, XATTR_SIZE_MAX).
 const XATTR_MAX: usize = 64 << 10;
 /// All names and values of one node together: they live in RAM and in every record of the node.
-const XATTRS_MAX: usize = 128 << 10;
+pub const XATTRS_MAX: usize = 128 << 10;
 
 /// Set-user-id goes; set-group-id too where it means execution with that group.
 fn without_set_id(mode: u16) -> u16 {
@@ -353,6 +353,10 @@ impl Store {
             if others + name.len() + value.len() > XATTRS_MAX {
                 return Err(Errno::ENOSPC);
             }
+            let more = (6 + name.len() + value.len())
+                .saturating_sub(node.xattr(name).map_or(0, |old| 6 + name.len() + old.len()));
+            core.widen_record(idx, more)?;
+            let node = core.node_mut(idx);
             node.set_xattr(name, value);
             node.ctime = now();
             if name == PUBLISH
@@ -360,6 +364,7 @@ impl Store {
             {
                 dir.posix = value == b"posix";
             }
+            core.recount(idx);
             core.changed(idx);
             Ok(())
         })
@@ -379,6 +384,7 @@ impl Store {
             {
                 dir.posix = false;
             }
+            core.recount(idx);
             core.changed(idx);
             Ok(())
         })

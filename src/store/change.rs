@@ -397,6 +397,7 @@ impl Core {
         if end > self.size_max() {
             return Err(Stop::Fail(if self.settings.memory_only { Errno::ENOSPC } else { Errno::EFBIG }));
         }
+        self.lengthen_record(idx, end)?;
         self.one_at_a_time(idx)?;
         self.unseal(idx)?;
         self.copy_base(idx, u64::MAX)?;
@@ -610,6 +611,7 @@ impl Core {
         if size > self.size_max() {
             return Err(Stop::Fail(Errno::EFBIG));
         }
+        self.lengthen_record(idx, size)?;
         let old = self.node(idx).size;
         if size == old {
             return Ok(());

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::again::{Expected, Gone};
+use super::catalog::CatalogRoom;
 use super::change::Waiter;
 use super::hot::{BLOCK, Block, BlockIo, Hot, Phase, Place, WriteBack, block_len, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
@@ -39,6 +40,10 @@ pub struct Settings {
     /// Pages of L2 that files may use.
     pub capacity_pages: u64,
     pub files_max: u64,
+    /// Recovery would take no node from here on.
+    pub positions_max: u64,
+    /// Bytes that the records of all files may take.
+    pub catalog_bytes_max: u64,
     pub publish_wait: Duration,
     pub request_deadline: Duration,
 }
@@ -118,6 +123,7 @@ pub struct Core {
     /// One for each device of the volume.
     pub allocators: Vec<Allocator>,
     pub space: Space,
+    pub catalog: CatalogRoom,
     /// Pages written by clients that are not on the device.
     pub dirty_pages: u64,
     /// Changes that wait for something, in order of arrival (rule R7).
@@ -153,10 +159,12 @@ pub fn now() -> i64 {
 
 impl Core {
     pub fn new(tree: Tree, pool: Arc<Pool>, settings: Settings, allocators: Vec<Allocator>) -> Self {
+        let catalog = CatalogRoom { used: 0, limit: settings.catalog_bytes_max };
         Self {
             tree,
             pool,
             settings,
+            catalog,
             counters: Counters::default(),
             effects: Vec::new(),
             events: Vec::new(),
@@ -492,6 +500,9 @@ impl Core {
                 _ => 0,
             };
             self.space.leaving += pages;
+            if let Some(idx) = self.by_id(id) {
+                self.end_record(idx);
+            }
             self.queue.removed.push((id, pages));
         }
         self.wakes.committer = true;
@@ -539,6 +550,7 @@ impl Core {
             self.remove_records(replaced);
         }
         self.drop_blocks(idx);
+        self.end_record(idx);
         let Some(mut node) = self.tree.nodes.remove(idx) else { return };
         if let Some(hot) = &mut node.hot {
             if let Some(alias) = hot.alias {
@@ -664,14 +676,27 @@ impl Core {
         hot.blocks.get(index).is_none_or(|block| block.mem.is_none()) && !self.has_place(idx, index)
     }
 
-    /// Adds a node without a name.
-    pub fn new_node(&mut self, detail: Detail, mode: u32, uid: u32, gid: u32) -> Result<Idx, Errno> {
+    /// Adds a node without a name. Its record will have `bytes` of name and attributes.
+    pub fn new_node(
+        &mut self,
+        detail: Detail,
+        mode: u32,
+        uid: u32,
+        gid: u32,
+        bytes: usize,
+    ) -> Result<Idx, Errno> {
+        if self.tree.nodes.is_full(self.settings.positions_max) {
+            return Err(Errno::ENOSPC);
+        }
         let full = self.tree.nodes.count() as u64 >= self.settings.files_max;
         if full && !(self.settings.evict && self.evict_file()) {
             return Err(Errno::ENOSPC);
         }
+        let bytes = self.reserve_new(bytes)?;
         let node = Node::new(detail, (mode & 0o7777) as u16, uid, gid, now());
-        Ok(self.tree.nodes.insert(node))
+        let idx = self.tree.nodes.insert(node);
+        self.begin_record(idx, bytes);
+        Ok(idx)
     }
 
     pub fn in_write_back(&self, idx: Idx) -> bool {

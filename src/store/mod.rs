@@ -13,6 +13,7 @@
 
 pub mod again;
 pub mod attr;
+pub mod catalog;
 pub mod change;
 pub mod core;
 pub mod hot;
@@ -75,6 +76,8 @@ pub struct Store {
     pub(crate) wake_admission: Condvar,
     /// A deadline earlier than the earliest so far.
     pub(crate) wake_timer: Condvar,
+    /// Held from taking a commit to its end, checkpoint included.
+    pub(crate) committing: Mutex<()>,
     completions: completions::Completions,
 }
 
@@ -98,6 +101,7 @@ impl Store {
             wake_committer: Condvar::new(),
             wake_admission: Condvar::new(),
             wake_timer: Condvar::new(),
+            committing: Mutex::new(()),
             completions: completions::Completions::new(),
         })
     }

@@ -59,7 +59,8 @@ impl Core {
             return Err(Errno::EEXIST);
         }
         let (gid, mode) = self.inherited(parent, caller, mode, matches!(detail, Detail::Dir(_)));
-        let idx = self.new_node(detail, mode, caller.uid, gid)?;
+        let target = if let Detail::Symlink(target) = &detail { target.len() } else { 0 };
+        let idx = self.new_node(detail, mode, caller.uid, gid, name.len() + target)?;
         self.tree.link(idx, parent, name);
         self.touch_dir(parent);
         self.record_at_once(idx);
@@ -155,6 +156,11 @@ impl Core {
             return Err(Errno::EINVAL);
         }
         let (parent, new_parent) = (self.resolve_dir(parent)?, self.resolve_dir(new_parent)?);
+        if let Some(idx) =
+            self.own_private(parent, name, caller, true).or_else(|| self.tree.child(parent, name))
+        {
+            self.widen_record(idx, new_name.len().saturating_sub(name.len()))?;
+        }
         let target = self.tree.child(new_parent, new_name);
         let reserved = self.reserved(new_parent, new_name);
         if flags & NOREPLACE != 0 && (target.is_some() || reserved) {
@@ -178,6 +184,7 @@ impl Core {
                 private.parent = new_parent;
                 private.name = new_name.into();
             }
+            self.recount(idx);
             self.node_mut(idx).ctime = now();
             return Ok(());
         }
@@ -206,6 +213,7 @@ impl Core {
         self.tree.unlink(idx);
         self.touch_dir(parent);
         self.tree.link(idx, new_parent, new_name);
+        self.recount(idx);
         self.touch_dir(new_parent);
         self.node_mut(idx).ctime = now();
         self.changed(idx);

@@ -169,6 +169,8 @@ pub struct Node {
     pub flags: u8,
     /// Which device of the volume holds the bytes.
     pub device: u8,
+    /// Bytes of its record that count against the catalog's room.
+    pub cataloged: u32,
     pub detail: Detail,
     pub extents: Extents,
     pub crcs: Crcs,
@@ -194,6 +196,7 @@ impl Node {
             mode,
             flags: 0,
             device: 0,
+            cataloged: 0,
             detail,
             extents: Extents::None,
             crcs: Crcs::None,
@@ -255,6 +258,9 @@ impl Node {
     }
 }
 
+/// Generations stay below 2^31, so that an inode number is never that of an alias.
+pub const GENERATION_MAX: u32 = 0x7fff_fffe;
+
 /// Nodes a piece: growing by whole pieces never copies what is there and never needs twice the memory.
 const PIECE_NODES: usize = 4096;
 
@@ -305,6 +311,11 @@ impl Arena {
         idx
     }
 
+    /// Whether a new node would take a position from `end` on.
+    pub fn is_full(&self, end: u64) -> bool {
+        self.free.is_empty() && u64::from(self.end()) >= end
+    }
+
     pub fn insert(&mut self, mut node: Node) -> Idx {
         self.live += 1;
         while let Some(idx) = self.free.pop() {
@@ -352,8 +363,7 @@ impl Arena {
     pub fn remove(&mut self, idx: Idx) -> Option<Node> {
         let entry = self.entry_mut(idx)?;
         let used = match entry {
-            // Generations stay below 2^31, so that an inode number is never that of an alias.
-            Entry::Live(node) => (node.generation % 0x7fff_fffe) + 1,
+            Entry::Live(node) => (node.generation % GENERATION_MAX) + 1,
             Entry::Free(_) => return None,
         };
         let Entry::Live(node) = std::mem::replace(entry, Entry::Free(used)) else { return None };

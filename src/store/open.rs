@@ -142,7 +142,7 @@ impl Core {
         tgid: u32,
         exclusive: bool,
     ) -> Result<Idx, Errno> {
-        let idx = self.new_node(Detail::File, mode, uid, gid)?;
+        let idx = self.new_node(Detail::File, mode, uid, gid, name.len())?;
         let private = Private {
             parent,
             name: name.into(),
@@ -195,7 +195,7 @@ impl Core {
         let (gid, mode) = self.inherited(parent, caller, mode, false);
         let shared = self.tree.posix(parent) || (!exclusive && flags & libc::O_TRUNC == 0);
         let idx = if shared {
-            let idx = self.new_node(Detail::File, mode, caller.uid, gid)?;
+            let idx = self.new_node(Detail::File, mode, caller.uid, gid, name.len())?;
             self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Open)));
             self.tree.link(idx, parent, name);
             self.touch_dir(parent);
@@ -245,7 +245,12 @@ impl Core {
         let (mode, uid, gid, size) = (u32::from(node.mode), node.uid, node.gid, node.size);
         let (parent, name) = (node.parent, node.name.clone());
         let (times, xattrs) = ((node.atime, node.mtime, node.ctime), node.xattrs.clone());
-        let new = self.new_node(Detail::File, mode, uid, gid)?;
+        // A new node may cost the least recently used file, which must not be this one.
+        let bytes = self.record_bytes_like(old);
+        self.hot_mut(old).held += 1;
+        let new = self.new_node(Detail::File, mode, uid, gid, bytes);
+        self.hot_mut(old).held -= 1;
+        let new = new?;
         let old_id = self.id(old);
         let node = self.node_mut(new);
         node.size = size;
@@ -291,6 +296,7 @@ impl Core {
         let node = self.node_mut(old);
         (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
         node.xattrs = xattrs;
+        self.recount(old);
         self.changed(old);
         self.touch(old);
         if self.settings.memory_only || self.is_durable(old) {
@@ -380,6 +386,7 @@ impl Core {
             }
             if !here {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
+                self.room_for_version(idx)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
             if caller.uid != 0 {
@@ -401,6 +408,7 @@ impl Core {
             };
             if fresh && named {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
+                self.room_for_version(idx)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
             if fresh {

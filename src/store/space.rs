@@ -147,7 +147,7 @@ impl Core {
 
     /// Sets `pages` of the device aside. Files that nobody uses leave for it, the longest unused first.
     pub fn reserve(&mut self, pages: u64) -> Result<(), Stop> {
-        while self.space.used() + pages > self.settings.capacity_pages {
+        while self.space.used() + pages > self.settings.capacity_pages || self.is_catalog_full() {
             if !self.settings.evict {
                 return Err(Stop::Fail(Errno::ENOSPC));
             }
@@ -167,7 +167,7 @@ impl Core {
     }
 
     /// R8: the least recently used file that nobody uses leaves, whole, and its name with it.
-    fn evict_file_but(&mut self, keep: Idx) -> bool {
+    pub fn evict_file_but(&mut self, keep: Idx) -> bool {
         let mut at = self.recency.back;
         for _ in 0..SEARCH_MAX {
             if at == NONE {

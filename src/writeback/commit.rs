@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::queue::{State, Work};
+use crate::l2::journal::{Checkpoint, Error as JournalError};
 use crate::l2::record::{Put, Record};
+use crate::l2::volume::Volume;
 use crate::store::core::Core;
 use crate::store::hot::{Place, WriteBack};
 use crate::store::node::{COMMITTED, DURABLE, Detail, Idx, LOST, META_DIRTY, NAMED, NodeId, ROOT, SLOT};
@@ -19,8 +21,9 @@ use crate::store::{Store, UnitReply};
 
 /// How long a commit waits for company, unless somebody waits for it.
 const COMMIT_EVERY: Duration = Duration::from_millis(20);
-/// Nodes that one step of a checkpoint encodes under the lock.
-const CHECKPOINT_STEP: usize = 1024;
+/// Nodes that one step of a checkpoint looks at under the lock, and bytes that it encodes.
+const CHECKPOINT_STEP: Idx = 1024;
+const CHECKPOINT_STEP_BYTES: usize = 256 << 10;
 
 /// What one commit does, and what follows from it.
 #[derive(Default)]
@@ -155,6 +158,7 @@ impl Core {
             node.set(COMMITTED, false);
             commit.recorded.push(id);
             commit.flush |= self.node(idx).dir().is_none();
+            self.recount(idx);
             commit.records.push(self.record(idx));
         }
         for (id, _) in &commit.removed {
@@ -238,64 +242,126 @@ impl Store {
                     break;
                 }
             }
-            let mut commit = core.take_commit();
             self.settle(core);
             last = Instant::now();
-            let records = std::mem::take(&mut commit.records);
-            let failed = self.write_commit(&volume, &records, commit.flush);
-            let mut core = self.lock();
-            core.committed(commit, failed);
-            self.settle(core);
+            self.commit(&volume, false);
         }
+    }
+
+    /// Makes durable what is ready, and writes a checkpoint with it if the log is half full or one is wanted: so that
+    /// recovery never reads more than that and a bounded log.
+    ///
+    /// One at a time: two checkpoints would be written to the same place, and a record that was taken before a
+    /// checkpoint and appended after it began would bring back an older state than the checkpoint has.
+    pub(crate) fn commit(self: &Arc<Self>, volume: &Volume, checkpoint: bool) {
+        let _one = self.committing.lock();
+        let mut failed = None;
+        let mut begun = None;
+        if (checkpoint || volume.needs_checkpoint()) && !self.lock().poisoned {
+            match self.write_checkpoint(volume) {
+                Ok(written) => begun = Some(written),
+                Err(JournalError::Full) => log::warn!("the catalog is too large for a checkpoint"),
+                Err(error) => failed = Some(error.to_string()),
+            }
+        }
+        let mut core = self.lock();
+        let mut commit = core.take_commit();
+        self.settle(core);
+        let records = std::mem::take(&mut commit.records);
+        let failed = failed.or_else(|| self.write_commit(volume, &records, commit.flush, begun));
+        let mut core = self.lock();
+        core.committed(commit, failed);
+        self.settle(core);
     }
 
     fn write_commit(
         self: &Arc<Self>,
-        volume: &crate::l2::volume::Volume,
+        volume: &Volume,
         records: &[Vec<u8>],
         flush: bool,
+        checkpoint: Option<Checkpoint>,
     ) -> Option<String> {
         if self.lock().poisoned {
             return Some("an earlier commit failed".to_owned());
         }
-        if records.is_empty() {
+        if records.is_empty() && checkpoint.is_none() {
             return None;
         }
         if flush && let Err(error) = volume.flush() {
             return Some(error.to_string());
         }
-        if volume.needs_checkpoint(records)
-            && let Err(error) = self.checkpoint(volume)
-        {
-            return Some(error.to_string());
-        }
-        volume.append(records).err().map(|error| error.to_string())
+        self.append(volume, records, checkpoint).err().map(|error| error.to_string())
     }
 
-    /// Writes the whole catalog anew, so that recovery never reads more than that and a bounded log.
-    pub(crate) fn checkpoint(self: &Arc<Self>, volume: &crate::l2::volume::Volume) -> std::io::Result<()> {
-        volume.checkpoint(&mut |push| {
-            let mut at: Idx = 0;
-            loop {
-                let mut step = Vec::new();
-                {
-                    let core = self.lock();
-                    let end = core.tree.nodes.end();
-                    while at < end && step.len() < CHECKPOINT_STEP {
-                        if core.tree.nodes.get(at).is_some_and(|node| node.has(DURABLE)) {
-                            step.push(core.record(at));
-                        }
-                        at += 1;
+    /// Appends the records, and only then makes the checkpoint that was written before they were taken the valid one. It
+    /// was written bit by bit while names and files changed; with everything that has changed since, all of one instant,
+    /// recovery finds a state that was.
+    fn append(
+        self: &Arc<Self>,
+        volume: &Volume,
+        records: &[Vec<u8>],
+        checkpoint: Option<Checkpoint>,
+    ) -> Result<(), JournalError> {
+        let mut appended = if records.is_empty() { Ok(()) } else { volume.append(records) };
+        if matches!(appended, Err(JournalError::Full)) && checkpoint.is_none() {
+            self.finish_checkpoint(volume, self.write_checkpoint(volume)?)?;
+            appended = volume.append(records);
+        }
+        if let Some(checkpoint) = checkpoint
+            && matches!(appended, Ok(()) | Err(JournalError::Full))
+        {
+            self.finish_checkpoint(volume, checkpoint)?;
+        }
+        match appended {
+            // More changes at once than the log holds: they cannot become durable together.
+            Err(JournalError::Full) => records.iter().try_for_each(|record| {
+                let record = std::slice::from_ref(record);
+                match volume.append(record) {
+                    Err(JournalError::Full) => {
+                        self.finish_checkpoint(volume, self.write_checkpoint(volume)?)?;
+                        volume.append(record)
                     }
-                    if step.is_empty() && at >= end {
-                        return Ok(());
-                    }
+                    appended => appended,
                 }
-                for record in &step {
-                    push(record)?;
+            }),
+            appended => appended,
+        }
+    }
+
+    /// Writes the whole catalog anew.
+    fn write_checkpoint(self: &Arc<Self>, volume: &Volume) -> Result<Checkpoint, JournalError> {
+        let mut checkpoint = volume.begin_checkpoint();
+        let mut at: Idx = 0;
+        loop {
+            let mut step = Vec::new();
+            let mut bytes = 0;
+            {
+                let core = self.lock();
+                let end = core.tree.nodes.end().min(at.saturating_add(CHECKPOINT_STEP));
+                if at >= end {
+                    return Ok(checkpoint);
+                }
+                while at < end && bytes < CHECKPOINT_STEP_BYTES {
+                    if core.tree.nodes.get(at).is_some_and(|node| node.has(DURABLE)) {
+                        let record = core.record(at);
+                        bytes += record.len();
+                        step.push(record);
+                    }
+                    at += 1;
                 }
             }
-        })?;
+            for record in &step {
+                checkpoint.push(record)?;
+            }
+        }
+    }
+
+    fn finish_checkpoint(
+        self: &Arc<Self>,
+        volume: &Volume,
+        checkpoint: Checkpoint,
+    ) -> Result<(), JournalError> {
+        volume.finish_checkpoint(checkpoint)?;
         self.with(|core| core.counters.checkpoints += 1);
         Ok(())
     }
