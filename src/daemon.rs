@@ -241,16 +241,15 @@ impl Daemon {
             slab_file_max: config.slab_file_max.0,
             dirty_limit_pages: config.dirty_limit.0 / 4096,
             capacity_pages: volume.as_ref().map_or(config.l1.0 / 4096, |volume| volume.capacity_pages()),
+            device_pages: volume.as_ref().map_or_else(Vec::new, |volume| volume.device_pages()),
             files_max: config
                 .l2_files_max
                 .unwrap_or_else(|| volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
         };
-        let Recovered { tree, allocators, allocated_pages, by_recency, dropped } = recovered;
+        let Recovered { tree, allocators, by_recency, dropped, .. } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
-        core.space.allocated = allocated_pages;
-        core.space.peak = allocated_pages;
         core.counters.recovery_bytes = volume.as_ref().map_or(0, |volume| volume.recovery_bytes());
         for idx in by_recency {
             core.touch(idx);

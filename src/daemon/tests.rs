@@ -32,17 +32,18 @@ struct Rig {
 
 impl Rig {
     fn start(dir: &Path) -> Self {
-        let store = dir.join("store");
-        let flags = Layer::from_fstab([
-            "mountpoint=/mnt/unused",
-            &format!("l1=64MiB,l2={}:64MiB,lock=false,l2-engine=threads", store.display()),
-        ])
-        .unwrap();
+        Self::with(&format!("l1=64MiB,l2={}:64MiB", dir.join("store").display()))
+    }
+
+    /// With these options. The orders are for the last of several devices.
+    fn with(options: &str) -> Self {
+        let flags =
+            Layer::from_fstab(["mountpoint=/mnt/unused,lock=false,l2-engine=threads", options]).unwrap();
         let config = Config::resolve(Layer::default(), Layer::default(), flags, &Host::probe()).unwrap();
         let ready = crate::background::start(false, None).unwrap().unwrap();
         let events = Arc::new(Events::default());
         let daemon = Daemon::start_on(&config, &events, &ready, Some(faulty)).unwrap();
-        let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap();
+        let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap_or_default();
         Self { daemon, events, faults }
     }
 
@@ -107,6 +108,8 @@ impl Rig {
         String::from_utf8(self.events.read(0, 1 << 20)).unwrap().lines().any(|line| line.contains(what))
     }
 }
+
+mod bounds;
 
 #[test]
 fn what_the_device_does_not_take_goes_away_and_whoever_asks_is_told() {

@@ -132,9 +132,12 @@ impl Running {
 }
 
 impl Core {
-    /// Largest file: what the lower tier can hold.
+    /// Largest file: what the lower tier can hold, of which a file is on one device.
     fn size_max(&self) -> u64 {
-        if self.settings.memory_only { self.pool.stats().budget } else { self.settings.capacity_pages * 4096 }
+        if self.settings.memory_only {
+            return self.pool.stats().budget;
+        }
+        self.settings.device_pages.iter().max().map_or(0, |pages| pages * 4096)
     }
 
     /// Makes a sealed file one that can be written: nobody reads it, or it is written in place anyway.
@@ -267,7 +270,7 @@ impl Core {
             }
             let room = u64::from(pages.saturating_sub(reserved));
             if room > 0 {
-                self.reserve(room)?;
+                self.reserve(idx, room)?;
             }
             self.dirty_pages += more;
             self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
@@ -530,7 +533,7 @@ impl Core {
             (hot.crc_block, hot.crc_to, hot.crc) = (0, 0, 0);
         }
         for block in gone {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
         }
     }
@@ -541,6 +544,7 @@ impl Core {
             return;
         }
         if durable {
+            self.space.on(device).stale += super::core::pages_of(&place);
             self.queue.stale.push((device, place));
             self.changed(idx);
         } else {
@@ -634,7 +638,7 @@ impl Core {
             gone.push(std::mem::take(block));
         }
         for block in gone {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
         }
         Ok(())

@@ -38,6 +38,8 @@ pub struct Settings {
     pub dirty_limit_pages: u64,
     /// Pages of L2 that files may use.
     pub capacity_pages: u64,
+    /// Those of each device.
+    pub device_pages: Vec<u64>,
     pub files_max: u64,
     pub publish_wait: Duration,
     pub request_deadline: Duration,
@@ -85,21 +87,56 @@ pub struct Calls {
     pub admission: u64,
 }
 
-/// What is taken of L2.
+/// What is taken of one device.
 #[derive(Default, Debug, Clone, Copy)]
 pub struct Space {
+    /// Pages that files may use.
+    pub capacity: u64,
     /// Pages in extents that belong to some file, or will be free after the next commit.
     pub allocated: u64,
     /// Pages set aside for dirty blocks that have no extents yet.
     pub reserved: u64,
     /// Pages among `allocated` that become free with the next commits.
     pub leaving: u64,
-    pub peak: u64,
+    /// Pages among `allocated` of blocks that have been stored anew, which become free in the same way. Unlike those
+    /// that leave with their files they count as used until then: else rewriting could outrun the commits.
+    pub stale: u64,
 }
 
 impl Space {
     pub fn used(&self) -> u64 {
         (self.allocated + self.reserved).saturating_sub(self.leaving)
+    }
+
+    pub fn free(&self) -> u64 {
+        self.capacity.saturating_sub(self.used())
+    }
+}
+
+/// What is taken of L2, device by device: a file lies on one of them.
+#[derive(Default, Debug, Clone)]
+pub struct Room {
+    pub devices: Vec<Space>,
+    /// The most pages ever used.
+    pub peak: u64,
+}
+
+impl Room {
+    pub fn used(&self) -> u64 {
+        self.devices.iter().map(Space::used).sum()
+    }
+
+    pub fn note_peak(&mut self) {
+        self.peak = self.peak.max(self.used());
+    }
+
+    pub fn on(&mut self, device: u8) -> &mut Space {
+        &mut self.devices[usize::from(device)]
+    }
+
+    /// The device with the most room.
+    pub fn emptiest(&self) -> u8 {
+        (0..self.devices.len()).max_by_key(|&at| self.devices[at].free()).unwrap_or(0) as u8
     }
 }
 
@@ -114,10 +151,11 @@ pub struct Core {
     pub wakes: Wakes,
     pub calls: Calls,
     pub droppable: Ends,
-    pub recency: Ends,
+    /// Files by recency, those of each device apart: room is made where it is needed.
+    pub recency: Vec<Ends>,
     /// One for each device of the volume.
     pub allocators: Vec<Allocator>,
-    pub space: Space,
+    pub space: Room,
     /// Pages written by clients that are not on the device.
     pub dirty_pages: u64,
     /// Changes that wait for something, in order of arrival (rule R7).
@@ -153,6 +191,14 @@ pub fn now() -> i64 {
 
 impl Core {
     pub fn new(tree: Tree, pool: Arc<Pool>, settings: Settings, allocators: Vec<Allocator>) -> Self {
+        let taken = |(allocator, &capacity): (&Allocator, &u64)| Space {
+            capacity,
+            allocated: allocator.blocks() - allocator.free_blocks(),
+            ..Space::default()
+        };
+        let devices = allocators.iter().zip(&settings.device_pages).map(taken).collect();
+        let mut space = Room { devices, peak: 0 };
+        space.note_peak();
         Self {
             tree,
             pool,
@@ -163,9 +209,9 @@ impl Core {
             wakes: Wakes::default(),
             calls: Calls::default(),
             droppable: Ends::default(),
-            recency: Ends::default(),
+            recency: vec![Ends::default(); allocators.len().max(1)],
             allocators,
-            space: Space::default(),
+            space,
             dirty_pages: 0,
             waiters: VecDeque::new(),
             queue: PublishQueue::default(),
@@ -435,19 +481,38 @@ impl Core {
 
     pub fn touch(&mut self, idx: Idx) {
         if self.node(idx).has(NAMED) && self.node(idx).kind() == Kind::File {
-            self.recency.push_front::<Recency>(&mut self.tree.nodes, idx);
+            let device = usize::from(self.node(idx).device);
+            self.recency[device].push_front::<Recency>(&mut self.tree.nodes, idx);
+        }
+    }
+
+    fn forget_recency(&mut self, idx: Idx) {
+        let device = usize::from(self.node(idx).device);
+        self.recency[device].remove::<Recency>(&mut self.tree.nodes, idx);
+    }
+
+    /// Which device a file of which nothing has been stored is to lie on.
+    pub fn set_device(&mut self, idx: Idx, device: u8) {
+        if self.node(idx).device == device {
+            return;
+        }
+        let listed = self.node(idx).has(super::node::LISTED);
+        self.forget_recency(idx);
+        self.node_mut(idx).device = device;
+        if listed {
+            self.touch(idx);
         }
     }
 
     pub fn unlist(&mut self, idx: Idx) {
-        self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
+        self.forget_recency(idx);
         self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
     }
 
     /// Takes the visible name from `idx`. `successor` is the version that takes its place, if there is one: then
     /// the old record stays on the device until the new one is committed.
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
-        self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
+        self.forget_recency(idx);
         self.remember_name(idx);
         let parent = self.node(idx).parent;
         self.tree.unlink(idx);
@@ -483,12 +548,16 @@ impl Core {
                 self.forget_entry(seq, id);
             }
             // What is still open keeps its place after the record is gone, so it does not count as leaving.
-            let pages = match self.by_id(id) {
-                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => self.device_pages(idx),
-                _ => 0,
+            let (device, pages) = match self.by_id(id) {
+                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => {
+                    (self.node(idx).device, self.device_pages(idx))
+                }
+                _ => (0, 0),
             };
-            self.space.leaving += pages;
-            self.queue.removed.push((id, pages));
+            if pages > 0 {
+                self.space.on(device).leaving += pages;
+            }
+            self.queue.removed.push((id, device, pages));
         }
         self.wakes.committer = true;
     }
@@ -556,7 +625,7 @@ impl Core {
         hot.crc_to = 0;
         let device = self.node(idx).device;
         for block in blocks {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.free_extents(device, &block.place);
         }
     }
@@ -571,9 +640,11 @@ impl Core {
         }
     }
 
-    pub fn uncharge(&mut self, charge: u32, reserved: u32) {
+    pub fn uncharge(&mut self, device: u8, charge: u32, reserved: u32) {
         self.dirty_pages -= u64::from(charge);
-        self.space.reserved -= u64::from(reserved);
+        if reserved > 0 {
+            self.space.on(device).reserved -= u64::from(reserved);
+        }
         if charge > 0 || reserved > 0 {
             self.wakes.admission = true;
         }
@@ -588,7 +659,7 @@ impl Core {
             }
         }
         if freed > 0 {
-            self.space.allocated -= freed;
+            self.space.on(device).allocated -= freed;
             self.wakes.admission = true;
             self.wakes.writer = true;
         }

@@ -136,7 +136,8 @@ impl Core {
                 // Credit for a write that never came.
                 let (charge, reserved) =
                     (std::mem::take(&mut block.charge), std::mem::take(&mut block.reserved));
-                self.uncharge(charge, reserved);
+                let device = self.node(idx).device;
+                self.uncharge(device, charge, reserved);
             }
         }
         let hot = self.hot_mut(idx);
@@ -204,7 +205,8 @@ impl Core {
             for index in fresh {
                 let pages = (block_len(size, index) as u32).div_ceil(4096);
                 self.dirty_pages += u64::from(pages);
-                self.space.reserved += u64::from(pages);
+                let device = self.node(idx).device;
+                self.space.on(device).reserved += u64::from(pages);
                 let block = &mut self.hot_mut(idx).blocks[index];
                 block.charge += pages;
                 block.reserved += pages;

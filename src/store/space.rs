@@ -145,30 +145,100 @@ impl Core {
         self.tidy(idx);
     }
 
-    /// Sets `pages` of the device aside. Files that nobody uses leave for it, the longest unused first.
-    pub fn reserve(&mut self, pages: u64) -> Result<(), Stop> {
-        while self.space.used() + pages > self.settings.capacity_pages {
-            if !self.settings.evict {
-                return Err(Stop::Fail(Errno::ENOSPC));
-            }
-            if !self.evict_file() {
-                // What is being stored can leave once it is; if nothing is, all that is left is in use.
-                let coming = self.queue.pending() || self.space.leaving > 0;
-                return Err(if coming { Stop::Room } else { Stop::Fail(Errno::ENOSPC) });
+    /// Sets `pages` of its device aside for a file. Files that nobody uses leave for it, the longest unused first.
+    ///
+    /// A file is on one device, and what is set aside for it is there too. As long as nothing of it is stored, it may
+    /// still go to another.
+    pub fn reserve(&mut self, idx: Idx, pages: u64) -> Result<(), Stop> {
+        if self.is_nowhere(idx) {
+            let emptiest = self.space.emptiest();
+            self.set_device(idx, emptiest);
+        }
+        let device = self.node(idx).device;
+        if self.space.on(device).free() < pages {
+            // First where there is room, then where it can be made.
+            let held = self.only_reserved(idx);
+            let others = (0..self.space.devices.len() as u8).filter(|&other| other != device);
+            let room = |core: &Self, other: u8| core.space.devices[usize::from(other)].free();
+            let free = held.and_then(|held| others.clone().find(|&other| room(self, other) >= held + pages));
+            let chosen = free.or_else(|| self.make_room(device, pages).then_some(device)).or_else(|| {
+                held.and_then(|held| others.clone().find(|&at| self.make_room(at, held + pages)))
+            });
+            match chosen {
+                Some(other) if other != device => self.move_reserved(idx, other),
+                Some(_) => {}
+                None => return Err(self.why_no_room(device)),
             }
         }
-        self.space.reserved += pages;
-        self.space.peak = self.space.peak.max(self.space.used());
+        let device = self.node(idx).device;
+        self.space.on(device).reserved += pages;
+        self.space.note_peak();
         Ok(())
     }
 
+    /// Whether nothing ties a file to its device.
+    fn is_nowhere(&self, idx: Idx) -> bool {
+        self.hot(idx).is_some_and(|hot| {
+            hot.placed
+                && hot.transfers == 0
+                && hot.blocks.iter().all(|block| block.reserved == 0 && block.place.is_empty())
+        })
+    }
+
+    /// The pages that are set aside for a file, if that is all that ties it to its device.
+    fn only_reserved(&self, idx: Idx) -> Option<u64> {
+        let hot = self.hot(idx)?;
+        let nowhere =
+            hot.placed && hot.transfers == 0 && hot.blocks.iter().all(|block| block.place.is_empty());
+        nowhere.then(|| hot.blocks.iter().map(|block| u64::from(block.reserved)).sum())
+    }
+
+    fn move_reserved(&mut self, idx: Idx, to: u8) {
+        let from = self.node(idx).device;
+        let held: u64 = self.hot_mut(idx).blocks.iter().map(|block| u64::from(block.reserved)).sum();
+        self.space.on(from).reserved -= held;
+        self.space.on(to).reserved += held;
+        self.set_device(idx, to);
+    }
+
+    /// Has files leave a device until `pages` of it are free. Whether they are.
+    fn make_room(&mut self, device: u8, pages: u64) -> bool {
+        while self.space.on(device).free() < pages {
+            if pages > self.space.on(device).capacity
+                || !self.settings.evict
+                || !self.evict_from(device, NONE)
+            {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn why_no_room(&mut self, device: u8) -> Stop {
+        // What is being stored can leave once it is; if nothing is, all that is left is in use. What was stored anew is
+        // free after the next commit.
+        let stale = self.space.on(device).stale > 0;
+        let leaves = self.settings.evict && (self.queue.pending() || self.space.on(device).leaving > 0);
+        if stale || leaves { Stop::Room } else { Stop::Fail(Errno::ENOSPC) }
+    }
+
+    /// Has the least recently used file of all leave, for a place among the files.
     pub fn evict_file(&mut self) -> bool {
         self.evict_file_but(NONE)
     }
 
-    /// R8: the least recently used file that nobody uses leaves, whole, and its name with it.
     fn evict_file_but(&mut self, keep: Idx) -> bool {
-        let mut at = self.recency.back;
+        let mut devices: Vec<u8> = (0..self.recency.len() as u8).collect();
+        devices.sort_by_key(|&device| {
+            let back = self.tree.nodes.get(self.recency[usize::from(device)].back);
+            back.map_or(i64::MAX, |node| node.atime.max(node.mtime))
+        });
+        devices.into_iter().any(|device| self.evict_from(device, keep))
+    }
+
+    /// R8: the least recently used file of a device that nobody uses leaves, whole, and its name with it.
+    fn evict_from(&mut self, device: u8, keep: Idx) -> bool {
+        let mut at = self.recency[usize::from(device)].back;
         for _ in 0..SEARCH_MAX {
             if at == NONE {
                 return false;

@@ -27,7 +27,7 @@ const CHECKPOINT_STEP: usize = 1024;
 struct Commit {
     records: Vec<Vec<u8>>,
     files: Vec<NodeId>,
-    removed: Vec<(NodeId, u64)>,
+    removed: Vec<(NodeId, u8, u64)>,
     stale: Vec<(u8, Place)>,
     replies: Vec<(UnitReply, Result<(), Errno>)>,
     /// Bytes of some file are named by a record for the first time.
@@ -143,7 +143,7 @@ impl Core {
             }
         }
         commit.removed = std::mem::take(&mut self.queue.removed);
-        let gone: HashSet<NodeId> = commit.removed.iter().map(|(id, _)| *id).collect();
+        let gone: HashSet<NodeId> = commit.removed.iter().map(|(id, ..)| *id).collect();
         // Directories first: a record's parent must be known when it is read back.
         for id in order.into_iter().filter(|id| !gone.contains(id)) {
             let idx = id.idx();
@@ -151,7 +151,7 @@ impl Core {
             commit.flush |= self.node(idx).dir().is_none();
             commit.records.push(self.record(idx));
         }
-        for (id, _) in &commit.removed {
+        for (id, ..) in &commit.removed {
             let mut bytes = Vec::new();
             Record::Remove(id.0).encode(&mut bytes);
             commit.records.push(bytes);
@@ -183,8 +183,10 @@ impl Core {
         }
         self.counters.commits += 1;
         self.counters.committed_files += commit.files.len() as u64;
-        for (id, pages) in commit.removed {
-            self.space.leaving -= pages;
+        for (id, device, pages) in commit.removed {
+            if pages > 0 {
+                self.space.on(device).leaving -= pages;
+            }
             if let Some(idx) = self.by_id(id) {
                 let node = self.node_mut(idx);
                 node.set(DURABLE, false);
@@ -193,6 +195,7 @@ impl Core {
             }
         }
         for (device, place) in commit.stale {
+            self.space.on(device).stale -= crate::store::core::pages_of(&place);
             self.free_extents(device, &place);
         }
         for id in commit.files {

@@ -81,14 +81,20 @@ impl Core {
             match self.start(seq, id) {
                 Started::Job(job) => return Next::Job(job),
                 Started::Nothing => {}
-                Started::NoRoom => return Next::Wait,
+                Started::NoRoom => return self.nothing_to_start(),
             }
         }
-        if self.waiters.iter().any(|waiter| !waiter.loading)
+        if !self.stopping
+            && self.waiters.iter().any(|waiter| !waiter.loading)
             && let Some(job) = self.spill()
         {
             return Next::Job(job);
         }
+        self.nothing_to_start()
+    }
+
+    /// Who stops does not wait for what may never come. What is on its way lands in any case.
+    fn nothing_to_start(&self) -> Next {
         if self.stopping { Next::Stop } else { Next::Wait }
     }
 
@@ -164,7 +170,8 @@ impl Core {
                 if let Some(entry) = self.queue.get_mut(seq) {
                     entry.todo = Some(todo);
                 }
-                self.queue.urgent |= self.space.leaving > 0;
+                // Room is set aside for it, but some of that is not free before the next commit.
+                self.queue.urgent = true;
                 self.wakes.committer = true;
                 Started::NoRoom
             }
@@ -191,11 +198,10 @@ impl Core {
         let size = self.node(idx).size;
         let pages_of = |index: usize| (block_len(size, index) as u32).div_ceil(4096);
         let pages: u64 = indexes.iter().map(|&index| u64::from(pages_of(index))).sum();
-        let placed = self.device_pages(idx) > 0 || self.hot(idx).is_some_and(|hot| hot.transfers > 0);
-        let device = if placed { self.node(idx).device } else { self.emptiest_device() };
+        // Where the room is that was set aside for it.
+        let device = self.node(idx).device;
         let extents = self.allocators.get_mut(usize::from(device))?.allocate(u32::try_from(pages).ok()?)?;
-        self.node_mut(idx).device = device;
-        self.space.allocated += pages;
+        self.space.on(device).allocated += pages;
         let mut extents: VecDeque<Extent> = extents.into_iter().collect();
         let mut blocks = Vec::with_capacity(indexes.len());
         for &index in indexes {
@@ -216,21 +222,16 @@ impl Core {
             block.io = BlockIo::Writing(block.version);
             let reserved = std::mem::take(&mut block.reserved);
             let (version, crc) = (block.version, if copy { None } else { block.crc });
-            self.space.reserved -= u64::from(reserved);
+            self.space.on(device).reserved -= u64::from(reserved);
             blocks.push(Piece { index, version, len, span, place: take(&mut extents, pages_of(index)), crc });
         }
-        self.space.peak = self.space.peak.max(self.space.used());
+        self.space.note_peak();
         let bytes = pages * 4096;
         self.queue.in_flight += bytes;
         self.queue.in_flight_files += 1;
         self.hot_mut(idx).transfers += 1;
         self.droppable.remove::<crate::store::lists::Droppable>(&mut self.tree.nodes, idx);
         Some(Job { id: self.id(idx), seq, device, blocks, bytes })
-    }
-
-    fn emptiest_device(&self) -> u8 {
-        let free = |at: &usize| self.allocators[*at].free_blocks();
-        (0..self.allocators.len()).max_by_key(free).unwrap_or(0) as u8
     }
 
     /// R7: bytes of files under construction go to the device early when somebody waits for room. Whole blocks
@@ -295,7 +296,7 @@ impl Core {
                         block.crc = piece.crc;
                         let charge = std::mem::take(&mut block.charge);
                         let reserved = std::mem::take(&mut block.reserved);
-                        self.uncharge(charge, reserved);
+                        self.uncharge(job.device, charge, reserved);
                     }
                     self.retire_place(idx, job.device, durable, old);
                     continue;
@@ -344,7 +345,8 @@ impl Core {
             freed.0 += std::mem::take(&mut block.charge);
             freed.1 += std::mem::take(&mut block.reserved);
         }
-        self.uncharge(freed.0, freed.1);
+        let device = self.node(idx).device;
+        self.uncharge(device, freed.0, freed.1);
         for (_, reply) in waiting {
             self.reply(move || reply(Err(Errno::EIO)));
         }
