@@ -209,7 +209,8 @@ impl Core {
         for index in 0..super::hot::blocks_for(size) {
             // Blocks copied before it had to wait may have been spilled for it meanwhile: those are not copied again.
             let block = &self.hot_mut(idx).blocks[index];
-            if block.dirty || !block.place.is_empty() || self.is_hole(base, index) {
+            let done = block.dirty || !block.place.is_empty();
+            if done || self.is_hole(base, index) || self.is_hole_in_slab(base, index) {
                 continue;
             }
             let len = block_len(size, index);

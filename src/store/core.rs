@@ -717,6 +717,17 @@ impl Core {
         hot.blocks.get(index).is_none_or(|block| block.mem.is_none()) && !self.has_place(idx, index)
     }
 
+    /// Whether a block of a sealed file is zeros in its slab and nowhere on the device, for good.
+    pub fn is_hole_in_slab(&self, idx: Idx, index: usize) -> bool {
+        !self.settings.memory_only
+            && !self.node(idx).has(super::node::LOST)
+            && self.hot(idx).is_some_and(|hot| {
+                let clean = |block: &Block| !block.dirty && block.io == BlockIo::Idle;
+                hot.sealed() && hot.blocks.get(index).is_some_and(clean)
+            })
+            && !self.has_place(idx, index)
+    }
+
     /// Adds a node without a name.
     pub fn new_node(&mut self, detail: Detail, mode: u32, uid: u32, gid: u32) -> Result<Idx, Errno> {
         let full = self.tree.nodes.count() as u64 >= self.settings.files_max;

@@ -161,7 +161,6 @@ impl Core {
     /// Makes a slab exactly as long as its file, so that the kernel may read from it.
     fn seal_slab(&mut self, idx: Idx, size: u64) {
         let blocks = blocks_for(size);
-        let memory_only = self.settings.memory_only;
         let hot = self.hot_mut(idx);
         let Some(slab) = hot.slab.clone() else { return };
         let covered = hot
@@ -179,13 +178,10 @@ impl Core {
         }
         hot.define_to(size);
         hot.blocks.resize_with(blocks.max(hot.blocks.len()), Default::default);
-        let mut fresh = Vec::new();
-        for (index, block) in hot.blocks.iter_mut().enumerate().take(blocks) {
-            if block.mem.is_none() {
-                block.mem = Mem::Slab;
-                block.dirty = true;
-                fresh.push(index);
-            }
+        // What nobody wrote is in the slab, as zeros, and stays a hole on the device: it takes neither credit nor room,
+        // which nobody could wait for here.
+        for block in hot.blocks.iter_mut().take(blocks).filter(|block| block.mem.is_none()) {
+            block.mem = Mem::Slab;
         }
         drop(slab);
         if let Some(slab) = &hot.slab {
@@ -199,18 +195,6 @@ impl Core {
                 hot.mixed = true;
             }
             slab.announce();
-        }
-        if !memory_only {
-            // Zeros that nobody wrote: a hole in the middle of the file. They take room like any other bytes.
-            for index in fresh {
-                let pages = (block_len(size, index) as u32).div_ceil(4096);
-                self.dirty_pages += u64::from(pages);
-                let device = self.node(idx).device;
-                self.space.on(device).reserved += u64::from(pages);
-                let block = &mut self.hot_mut(idx).blocks[index];
-                block.charge += pages;
-                block.reserved += pages;
-            }
         }
     }
 
@@ -284,7 +268,9 @@ impl Core {
         let has_data = |index: usize| {
             let node = self.node(target);
             match &node.hot {
-                Some(hot) if hot.blocks.get(index).is_some_and(|block| !block.mem.is_none()) => true,
+                Some(hot) if hot.blocks.get(index).is_some_and(|block| !block.mem.is_none()) => {
+                    !self.is_hole_in_slab(target, index)
+                }
                 Some(hot) if hot.slab.is_some() && !hot.sealed() && (index as u64 * BLOCK) < hot.valid_to => {
                     true
                 }

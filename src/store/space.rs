@@ -85,7 +85,8 @@ impl Core {
     fn slab_droppable(&self, idx: Idx) -> bool {
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return false };
-        if hot.slab.is_none() || hot.transfers > 0 {
+        // What could not be stored may be here alone.
+        if hot.slab.is_none() || hot.transfers > 0 || node.has(LOST) {
             return false;
         }
         if hot.sealed() && !hot.mixed {
@@ -94,11 +95,12 @@ impl Core {
                 && (hot.placed || !node.extents.as_slice().is_empty());
         }
         // Beside the slab there may be chunks, for what came when the slab could not grow.
-        hot.blocks
-            .iter()
-            .enumerate()
-            .filter(|(_, block)| matches!(block.mem, Mem::Slab))
-            .all(|(index, block)| !block.dirty && block.io == BlockIo::Idle && self.has_place(idx, index))
+        hot.blocks.iter().enumerate().filter(|(_, block)| matches!(block.mem, Mem::Slab)).all(
+            |(index, block)| {
+                // Without a place and without credit it is a hole, which was in the slab when the file was sealed.
+                !block.dirty && block.io == BlockIo::Idle && (block.charge == 0 || self.has_place(idx, index))
+            },
+        )
     }
 
     fn chunk_droppable(&self, idx: Idx, index: usize, block: &Block) -> bool {

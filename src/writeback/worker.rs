@@ -153,6 +153,8 @@ impl Core {
             }
             if !matches!(entry.state, State::Writing(left) if left > 0) {
                 self.set_state(seq, State::Written);
+                // There may have been nothing to write: an empty file, or one of holes alone.
+                self.settle_layout(idx);
             }
             return Started::Nothing;
         }

@@ -4,7 +4,8 @@
 use std::sync::mpsc::Receiver;
 
 use super::*;
-use crate::store::node::NodeId;
+use crate::l2::Class;
+use crate::store::node::{NONE, NodeId};
 
 const MIB: usize = 1 << 20;
 
@@ -22,6 +23,19 @@ fn striped(dir: &Path, mib: usize, more: &str) -> Rig {
 }
 
 impl Rig {
+    fn reader(&self, name: &str, flags: i32) -> Handle {
+        self.store().open(self.find(name).unwrap(), libc::O_RDONLY | flags, &Self::caller()).unwrap().handle
+    }
+
+    fn ask(&self, handle: &Handle, offset: u64, len: usize) -> Receiver<Result<Vec<u8>, Errno>> {
+        let (tell, told) = channel();
+        let reply = Box::new(move |result: Result<&[u8], Errno>| {
+            let _ = tell.send(result.map(<[u8]>::to_vec));
+        });
+        self.store().read(handle, offset, len, reply);
+        told
+    }
+
     fn put(&self, handle: &Handle, offset: u64, bytes: &[u8]) -> Receiver<Result<u32, Errno>> {
         let (tell, told) = channel();
         let reply = Box::new(move |result| {
@@ -60,6 +74,20 @@ impl Rig {
             let _ = tell.send(());
         });
         answer(&told, "stopping");
+    }
+
+    fn truncate(&self, handle: &Handle, size: u64) {
+        let (tell, told) = channel();
+        let reply = Box::new(move |result: Result<crate::store::Attr, Errno>| {
+            let _ = tell.send(result.map(|_| ()));
+        });
+        self.store().truncate(handle.ino, true, size, &Self::caller(), reply);
+        assert_eq!(answer(&told, "a truncation"), Ok(()));
+    }
+
+    /// Has L1 drop all it may.
+    fn empty_l1(&self) {
+        while self.store().lock().drop_some(NONE) {}
     }
 }
 
@@ -141,5 +169,80 @@ fn stopping_does_not_wait_for_room() {
     }
     rig.write("stuck", &[1; 70_000]);
     std::thread::sleep(Duration::from_millis(50));
+    rig.ends();
+}
+
+/// Blocks that nobody wrote were charged without asking, past both bounds.
+#[test]
+fn holes_take_no_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let options = format!("l1=256MiB,l2={}:128MiB,slab-file-max=128MiB,evict=none", store.display());
+    let rig = Rig::with(&options);
+    // More than the store holds, with a byte at each end.
+    for (name, size) in [("a", 90 * MIB as u64), ("b", 90 * MIB as u64), ("one", 2 * MIB as u64)] {
+        let handle = rig.open_new(name, libc::O_EXCL);
+        rig.truncate(&handle, size);
+        assert_eq!(answer(&rig.put(&handle, 0, b"first"), "a write"), Ok(5));
+        assert_eq!(answer(&rig.put(&handle, size - 4, b"last"), "a write"), Ok(4));
+        rig.store().release(&handle);
+        let snapshot = rig.store().snapshot();
+        assert!(snapshot.dirty_bytes <= snapshot.dirty_limit_bytes, "{name}: {}", snapshot.dirty_bytes);
+    }
+    rig.drained();
+    let check = |rig: &Rig| {
+        for (name, size) in [("a", 90 * MIB), ("b", 90 * MIB), ("one", 2 * MIB)] {
+            let read = rig.read(rig.find(name).unwrap(), size).unwrap();
+            assert_eq!((read.len(), &read[..5], &read[size - 4..]), (size, &b"first"[..], &b"last"[..]));
+            assert!(read[5..size - 4].iter().all(|&byte| byte == 0), "{name}");
+        }
+    };
+    check(&rig);
+    let used = rig.store().snapshot().used_bytes;
+    assert!(used <= 6 * (256 << 10), "{used} bytes for six blocks");
+    rig.empty_l1();
+    assert_eq!(rig.store().snapshot().pool.used_slabs, 0, "a hole holds memory");
+    check(&rig);
+    // Written in later, the rest stays a hole.
+    let handle = rig.store().open(rig.find("one").unwrap(), libc::O_WRONLY, &Rig::caller());
+    let handle = match handle {
+        Ok(opened) => opened.handle,
+        Err(Errno::ESTALE) => {
+            rig.store().open(rig.find("one").unwrap(), libc::O_WRONLY, &Rig::caller()).unwrap().handle
+        }
+        Err(error) => panic!("{error}"),
+    };
+    assert_eq!(answer(&rig.put(&handle, MIB as u64, b"mid"), "a write"), Ok(3));
+    rig.store().release(&handle);
+    rig.drained();
+    let snapshot = rig.store().snapshot();
+    assert!(snapshot.used_bytes <= 7 * (256 << 10), "{}", snapshot.used_bytes);
+    assert!(snapshot.dirty_peak_bytes <= snapshot.dirty_limit_bytes);
+    assert_eq!(&rig.read(rig.find("one").unwrap(), 2 * MIB).unwrap()[MIB..MIB + 4], b"mid\0");
+    rig.stop();
+    let rig = Rig::with(&options);
+    let read = rig.read(rig.find("a").unwrap(), 90 * MIB).unwrap();
+    assert!(read[5..90 * MIB - 4].iter().all(|&byte| byte == 0));
+    rig.ends();
+}
+
+/// What could not be stored is in L1 alone: dropped from there, whoever has it open would read zeros.
+#[test]
+fn what_could_not_be_stored_never_reads_as_a_hole() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let content = vec![7; 700_000];
+    rig.faults.hold(Class::WriteBack);
+    rig.write("lost", &content);
+    let reader = rig.reader("lost", 0);
+    rig.faults.fail_next(Direction::Write, 8, libc::EIO);
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(rig.drain(), Err(Errno::EIO));
+    rig.empty_l1();
+    match answer(&rig.ask(&reader, 0, content.len()), "a read") {
+        Ok(read) => assert!(read == content, "bytes that nobody wrote"),
+        Err(error) => assert_eq!(error, Errno::EIO),
+    }
+    rig.store().release(&reader);
     rig.ends();
 }
