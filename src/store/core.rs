@@ -15,7 +15,7 @@ use super::node::{
     ALIAS_BASE, Crcs, DURABLE, Detail, Extents, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId,
     ROOT, ROOT_INO,
 };
-use super::promote::{AroundRead, Load};
+use super::promote::Load;
 use super::read::Served;
 use super::tree::Tree;
 use crate::l1::{Owner, Pool};
@@ -167,9 +167,9 @@ pub struct Core {
     pub building: VecDeque<NodeId>,
     /// Files with lookups or reads that have a deadline.
     pub deadlines: Deadlines,
-    /// Memory that reads around L1 hold, and those that wait for some.
+    /// Memory that reads around L1 hold, and the files of those that wait for some, in order of arrival.
     pub around_bytes: u64,
-    pub around_waiting: VecDeque<AroundRead>,
+    pub around_waiting: VecDeque<NodeId>,
     /// Those who were sent to look again, and the names of what they did not find.
     pub expected: Vec<Expected>,
     pub gone: Gone,

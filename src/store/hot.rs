@@ -160,8 +160,20 @@ pub enum WriteBack {
     Queued(u64),
 }
 
-/// A read that waits for blocks.
+/// How the bytes of a waiting read come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Via {
+    /// To L1, from where it is answered.
+    L1,
+    /// Around L1, once there is memory for that.
+    Room,
+    /// Around L1, under this number.
+    Around(u32),
+}
+
+/// A read that waits for blocks. It keeps its file, and has a deadline, whatever it waits for.
 pub struct PendingRead {
+    pub via: Via,
     pub offset: u64,
     pub len: usize,
     /// What the asker holds, which answers `node` reads for when a copy-on-write base is asked.

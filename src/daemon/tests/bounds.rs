@@ -246,3 +246,53 @@ fn what_could_not_be_stored_never_reads_as_a_hole() {
     rig.store().release(&reader);
     rig.ends();
 }
+
+/// Reads that wait for memory to go around L1 were started one for each that ended; one that needed no transfer any
+/// more left the rest waiting for ever.
+#[test]
+fn every_read_that_waits_for_memory_has_its_turn() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let rig = Rig::with(&format!("l1=128MiB,l2={}:160MiB", store.display()));
+    let len = 40 * MIB;
+    for (at, name) in ["first", "bad", "next"].into_iter().enumerate() {
+        rig.stored(name, &vec![at as u8; len]);
+    }
+    rig.empty_l1();
+    let readers = ["first", "bad", "next", "next"].map(|name| rig.reader(name, libc::O_DIRECT));
+    rig.faults.hold(Class::Demand);
+    let asked = readers.each_ref().map(|reader| rig.ask(reader, 0, len));
+    {
+        let mut core = rig.store().lock();
+        let idx = readers[1].id.idx();
+        core.size_blocks(idx);
+        core.hot_mut(idx).blocks[3].bad = true;
+    }
+    rig.faults.release(Class::Demand);
+    assert_eq!(answer(&asked[0], "the first read"), Ok(vec![0; len]));
+    assert_eq!(answer(&asked[1], "a read of a bad block"), Err(Errno::EIO));
+    for asked in &asked[2..] {
+        assert_eq!(answer(asked, "a read behind one that was answered at once"), Ok(vec![2; len]));
+    }
+    readers.iter().for_each(|reader| rig.store().release(reader));
+    rig.ends();
+}
+
+/// A device that answers nothing is no reason to keep a client in the kernel for ever.
+#[test]
+fn reads_around_l1_have_a_deadline() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let rig = Rig::with(&format!("l1=128MiB,l2={}:128MiB,request-deadline=1s", store.display()));
+    let len = 40 * MIB;
+    rig.stored("file", &vec![1; len]);
+    rig.empty_l1();
+    let reader = rig.reader("file", libc::O_DIRECT);
+    rig.faults.hold(Class::Demand);
+    let asked = [rig.ask(&reader, 0, len), rig.ask(&reader, 0, len)];
+    asked.iter().for_each(|asked| assert_eq!(answer(asked, "a read"), Err(Errno::EIO)));
+    rig.faults.release(Class::Demand);
+    assert_eq!(answer(&rig.ask(&reader, 0, len), "a later read"), Ok(vec![1; len]));
+    rig.store().release(&reader);
+    rig.ends();
+}
