@@ -486,7 +486,7 @@ impl Core {
         }
     }
 
-    fn forget_recency(&mut self, idx: Idx) {
+    pub fn forget_recency(&mut self, idx: Idx) {
         let device = usize::from(self.node(idx).device);
         self.recency[device].remove::<Recency>(&mut self.tree.nodes, idx);
     }
@@ -674,8 +674,14 @@ impl Core {
         if !resident && !hot.in_use() && !hot.placed && hot.alias.is_none() && !hot.failed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
             self.node_mut(idx).hot = None;
+            if !self.node(idx).has(super::node::LISTED) && self.may_evict(idx) {
+                self.touch(idx);
+            }
             self.reap(idx);
             return;
+        }
+        if !self.node(idx).has(super::node::LISTED) && self.node(idx).has(NAMED) && self.may_evict(idx) {
+            self.touch(idx);
         }
         let droppable = self.may_drop(idx);
         let listed = self.hot(idx).is_some_and(|hot| hot.in_l1_list);

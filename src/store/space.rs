@@ -5,12 +5,11 @@ use nix::errno::Errno;
 use super::change::Stop;
 use super::core::Core;
 use super::hot::{Block, BlockIo, Mem, WriteBack};
-use super::lists::{Chain, Ends, Recency};
+use super::lists::{Ends, Recency};
 use super::node::{COMMITTED, Idx, Kind, LOST, NONE};
 use crate::l1::{Chunk, Slab};
 
-/// How many files a search for one that may leave looks at. What may not leave is open, dirty or new, and so is
-/// mostly at the other end of the list.
+/// How many files a search for one of which L1 may drop something looks at. The list has few others.
 const SEARCH_MAX: usize = 4096;
 /// How many files may be dropped from L1 for one request for memory.
 const DROPS_MAX: usize = 4096;
@@ -241,10 +240,7 @@ impl Core {
     /// R8: the least recently used file of a device that nobody uses leaves, whole, and its name with it.
     fn evict_from(&mut self, device: u8, keep: Idx) -> bool {
         let mut at = self.recency[usize::from(device)].back;
-        for _ in 0..SEARCH_MAX {
-            if at == NONE {
-                return false;
-            }
+        while at != NONE {
             let next = Ends::towards_front::<Recency>(&mut self.tree.nodes, at);
             if at != keep && self.may_evict(at) {
                 let pages = if self.settings.memory_only { 0 } else { self.device_pages(at) };
@@ -255,14 +251,18 @@ impl Core {
                 self.drop_name(at, None, true);
                 return true;
             }
+            if at != keep {
+                // In use, or not yet stored. It comes back once that is over ([`Core::tidy`]): so a search passes it
+                // once, however many there are of its kind and however long they stay.
+                self.forget_recency(at);
+            }
             at = next;
         }
         false
     }
 
     /// Whole and never while open, leased, or not yet stored.
-    fn may_evict(&mut self, idx: Idx) -> bool {
-        debug_assert!(Recency::listed(&self.tree.nodes, idx));
+    pub fn may_evict(&self, idx: Idx) -> bool {
         let memory_only = self.settings.memory_only;
         let node = self.node(idx);
         if node.kind() != Kind::File || node.has(LOST) || (!memory_only && !node.has(COMMITTED)) {

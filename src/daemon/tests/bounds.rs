@@ -296,3 +296,36 @@ fn reads_around_l1_have_a_deadline() {
     rig.store().release(&reader);
     rig.ends();
 }
+
+/// Files that are open moved to the old end of the list while everything else was used; four thousand of them there hid
+/// all that could leave.
+#[test]
+fn open_files_do_not_hide_what_can_leave() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let rig = Rig::with(&format!("l1=64MiB,l2={}:64MiB,l2-files-max=20000", store.display()));
+    let open: Vec<Handle> = (0..5000)
+        .map(|at| {
+            let name = format!("open{at}");
+            rig.write(&name, b"held");
+            rig.reader(&name, 0)
+        })
+        .collect();
+    for at in 0..64 {
+        rig.stored(&format!("file{at}"), &vec![at as u8; MIB]);
+    }
+    assert!(rig.store().snapshot().counters.evictions_l2 > 0, "the test should fill the store");
+    for (at, handle) in open.iter().enumerate().step_by(500) {
+        assert_eq!(rig.find(&format!("open{at}")).map(|_| ()), Ok(()), "an open file left");
+        assert_eq!(answer(&rig.ask(handle, 0, 4), "a read"), Ok(b"held".to_vec()));
+    }
+    open.iter().for_each(|handle| rig.store().release(handle));
+    // Closed, they can leave like any other.
+    let before = rig.store().snapshot().counters.evictions_l2;
+    for at in 64..128 {
+        rig.stored(&format!("file{at}"), &vec![at as u8; MIB]);
+    }
+    assert!(rig.store().snapshot().counters.evictions_l2 > before);
+    assert_eq!((0..5000).filter(|at| rig.find(&format!("open{at}")).is_ok()).count(), 0);
+    rig.ends();
+}
