@@ -377,7 +377,8 @@ impl Core {
     }
 
     fn one_at_a_time(&mut self, idx: Idx) -> Result<(), Stop> {
-        if self.hot_mut(idx).writing { Err(Stop::Load) } else { Ok(()) }
+        let hot = self.hot_mut(idx);
+        if hot.writing || hot.claimed { Err(Stop::Load) } else { Ok(()) }
     }
 
     /// Plans a write. On success the file is pinned until [`Core::note_write`].
@@ -472,6 +473,7 @@ impl Core {
         hot.pins -= 1;
         hot.writing = false;
         if hot.emptied != emptied {
+            self.wake_if_unwritten(idx);
             return self.close_if_done(idx);
         }
         let node = self.node_mut(idx);
@@ -497,7 +499,7 @@ impl Core {
         }
         self.counters.written_bytes += len as u64;
         self.mark_slot(idx);
-        self.wake_if_unpinned(idx);
+        self.wake_if_unwritten(idx);
         self.close_if_done(idx);
     }
 

@@ -17,7 +17,7 @@ impl Core {
         for id in building {
             let Some(idx) = self.by_id(id) else { continue };
             let hot = self.hot_mut(idx);
-            if hot.sealed() || hot.pins > 0 || hot.private().is_some_and(|private| !private.flushed) {
+            if hot.sealed() || hot.writing || hot.private().is_some_and(|private| !private.flushed) {
                 continue;
             }
             (hot.writers, hot.promised) = (0, 0);

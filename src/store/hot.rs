@@ -211,6 +211,11 @@ pub struct Hot {
     /// old end and its bytes, and go on with the running checksum. The kernel lets asynchronous direct writes and the
     /// write-back of mappings come side by side.
     pub writing: bool,
+    /// The write-back worker found somebody writing: it is next. Else a file that is written without a pause would hold
+    /// up the whole publish queue (rule R4).
+    pub claimed: bool,
+    /// How far into the file the copies go that are going on, since there was none.
+    pub pinned_to: u64,
     /// Times that the file was emptied: a write that was going on then has been before it.
     pub emptied: u32,
     /// The last number given to a change or a transfer of a block. Blocks go and come back; numbers do not.
@@ -290,6 +295,8 @@ impl Hot {
             held: 0,
             pins: 0,
             writing: false,
+            claimed: false,
+            pinned_to: 0,
             emptied: 0,
             numbers: 0,
             transfers: 0,

@@ -472,7 +472,7 @@ impl Core {
     /// After the last writable handle is gone, and no open is on its way, the version is complete.
     pub fn close_if_done(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
-        if hot.writers == 0 && hot.promised == 0 && hot.pins == 0 && !hot.sealed() {
+        if hot.writers == 0 && hot.promised == 0 && !hot.writing && !hot.sealed() {
             self.complete(idx);
         }
         if self.tree.nodes.get(idx).is_some() {

@@ -186,7 +186,9 @@ impl Core {
         drop(slab);
         if let Some(slab) = &hot.slab {
             let pages = u32::try_from(size.div_ceil(4096)).unwrap_or(u32::MAX);
-            let fits = slab.pages() == pages || (!slab.is_lent() && slab.resize(pages));
+            // Pages that somebody is reading stay: the file may have been cut since that read began.
+            let unread = hot.pins == 0 || hot.pinned_to <= u64::from(pages) * 4096;
+            let fits = slab.pages() == pages || (unread && !slab.is_lent() && slab.resize(pages));
             if !fits || slab.set_len(size).is_err() {
                 // The kernel would show its length as the file's.
                 log::warn!("a slab of {} pages could not be cut to {size} bytes", slab.pages());
@@ -250,7 +252,7 @@ impl Core {
     pub fn spillable(&self, idx: Idx) -> bool {
         self.hot(idx).is_some_and(|hot| {
             !hot.sealed()
-                && hot.pins == 0
+                && !hot.writing
                 && hot
                     .blocks
                     .iter()

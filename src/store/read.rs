@@ -86,6 +86,7 @@ impl Core {
             block.referenced = true;
         }
         hot.promoted_unread = false;
+        hot.pinned_to = if hot.pins == 0 { end } else { hot.pinned_to.max(end) };
         hot.pins += 1;
         let sealed = hot.sealed();
         if hot.in_l1_list {
@@ -178,15 +179,13 @@ impl Core {
     fn unpin(&mut self, id: NodeId) {
         if let Some(idx) = self.by_id(id) {
             self.hot_mut(idx).pins -= 1;
-            self.wake_if_unpinned(idx);
             self.close_if_done(idx);
         }
     }
 
-    /// The writer copies from a file under construction only while nobody else copies; it may have found somebody.
-    pub fn wake_if_unpinned(&mut self, idx: Idx) {
-        let hot = self.hot_mut(idx);
-        if hot.pins == 0 && !hot.sealed() {
+    /// The worker copies from a file under construction only while nobody writes to it; it may have found somebody.
+    pub fn wake_if_unwritten(&mut self, idx: Idx) {
+        if !self.hot_mut(idx).sealed() {
             self.wakes.writer |= !self.queue.is_empty() || !self.waiters.is_empty();
         }
     }

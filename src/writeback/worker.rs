@@ -136,8 +136,10 @@ impl Core {
             }
         }
         todo.append(&mut busy);
-        if !sealed && !now.is_empty() && self.hot_mut(idx).pins > 0 {
-            // Somebody is copying into it; a copy taken now could be torn.
+        self.end_claim(idx);
+        if !sealed && !now.is_empty() && self.hot_mut(idx).writing {
+            // Somebody is copying into it; a copy taken now could be torn. The next writer comes after this.
+            self.hot_mut(idx).claimed = true;
             now.iter().rev().for_each(|&index| todo.push_front(index as u32));
             if let Some(entry) = self.queue.get_mut(seq) {
                 entry.todo = Some(todo);
@@ -180,12 +182,20 @@ impl Core {
         }
     }
 
+    /// The worker has had its turn with a file under construction, or does not want it any more.
+    fn end_claim(&mut self, idx: Idx) {
+        if std::mem::take(&mut self.hot_mut(idx).claimed) {
+            self.wakes.admission = true;
+        }
+    }
+
     pub fn forget_entry(&mut self, seq: u64, id: NodeId) {
         if let Some(entry) = self.queue.get_mut(seq) {
             entry.todo = Some(VecDeque::new());
         }
         self.set_state(seq, State::Void);
         if let Some(idx) = self.by_id(id) {
+            self.end_claim(idx);
             let hot = self.hot_mut(idx);
             if hot.write_back == WriteBack::Queued(seq) {
                 hot.write_back = WriteBack::None;
@@ -333,6 +343,7 @@ impl Core {
     fn store_failed(&mut self, idx: Idx, error: &io::Error) {
         self.counters.store_failures += 1;
         self.queue.failures += 1;
+        self.end_claim(idx);
         let hot = self.hot_mut(idx);
         hot.failed = true;
         if let Some(private) = hot.private_mut() {

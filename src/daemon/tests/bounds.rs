@@ -329,3 +329,46 @@ fn open_files_do_not_hide_what_can_leave() {
     assert_eq!((0..5000).filter(|at| rig.find(&format!("open{at}")).is_ok()).count(), 0);
     rig.ends();
 }
+
+/// Whoever reads a file that is being written pins it. Readers that overlap never let go of it together, and the worker
+/// waited for that with everything behind it.
+#[test]
+fn readers_hold_up_neither_the_publish_queue_nor_publishing() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let handle = rig.open_new("slot", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &[1; 700_000]), "a write"), Ok(700_000));
+    // A reader that is being answered for as long as this test wants.
+    let (begun, has_begun) = channel();
+    let (end, may_end) = channel::<()>();
+    let store = rig.store().clone();
+    let id = handle.id;
+    let held = std::thread::spawn(move || {
+        let reader = store.open(id.0, libc::O_RDONLY, &Rig::caller()).unwrap().handle;
+        let reply = Box::new(move |result: Result<&[u8], Errno>| {
+            begun.send(result.map(<[u8]>::len)).unwrap();
+            let _ = may_end.recv();
+        });
+        store.read(&reader, 0, 4096, reply);
+        store.release(&reader);
+    });
+    assert_eq!(answer(&has_begun, "a read"), Ok(4096));
+    let (tell, told) = channel();
+    rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(answer(&told, "fsync of a file that is being read"), Ok(()));
+    rig.stored("behind", &[2; 70_000]);
+    // The last writer closes while the reader is still at it.
+    assert_eq!(answer(&rig.put(&handle, 0, &[3; 4096]), "a write"), Ok(4096));
+    rig.store().release(&handle);
+    rig.drained();
+    assert!(
+        rig.store().lock().hot(id.idx()).is_none_or(|hot| hot.sealed()),
+        "a reader keeps it from being sealed"
+    );
+    end.send(()).unwrap();
+    held.join().unwrap();
+    let mut wanted = vec![1; 700_000];
+    wanted[..4096].fill(3);
+    assert_eq!(rig.read(rig.find("slot").unwrap(), 700_000), Ok(wanted));
+    rig.ends();
+}
