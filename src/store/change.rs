@@ -157,12 +157,11 @@ impl Core {
             // Somebody may still have these pages mapped or in a pipe: they stay as they are.
             self.leave_lent_slab(idx, size)?;
         }
-        let id = self.id(idx);
         let hot = self.hot_mut(idx);
         hot.phase = Phase::Open;
         hot.valid_to = if hot.slab.is_some() { size } else { 0 };
         hot.crc_to = usize::MAX;
-        self.building.push_back(id);
+        self.start_building(idx);
         self.tidy(idx);
         Ok(())
     }
@@ -560,12 +559,11 @@ impl Core {
     pub fn truncate_to_nothing(&mut self, idx: Idx) {
         debug_assert_eq!(self.hot_mut(idx).passthrough_handles(), 0);
         self.spread_layout(idx);
-        let id = self.id(idx);
         let hot = self.hot_mut(idx);
         hot.emptied = hot.emptied.wrapping_add(1);
         if hot.sealed() {
             hot.phase = Phase::Open;
-            self.building.push_back(id);
+            self.start_building(idx);
         }
         self.drop_base(idx);
         self.cut(idx, 0);

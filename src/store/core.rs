@@ -1,7 +1,7 @@
 //! All state behind the store's one lock, and the small moves that everything else is made of.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -163,8 +163,9 @@ pub struct Core {
     pub queue: PublishQueue,
     /// The queue of waiting changes is being tried right now.
     pub admitting: bool,
-    /// Files being written that could be spilled, by recency of creation.
-    pub building: VecDeque<NodeId>,
+    /// Files under construction, which could be spilled, the oldest first. The key is [`Hot::building`].
+    pub building: BTreeMap<u64, NodeId>,
+    next_building: u64,
     /// Files with lookups or reads that have a deadline.
     pub deadlines: Deadlines,
     /// Memory that reads around L1 hold, and the files of those that wait for some, in order of arrival.
@@ -216,7 +217,8 @@ impl Core {
             waiters: VecDeque::new(),
             queue: PublishQueue::default(),
             admitting: false,
-            building: VecDeque::new(),
+            building: BTreeMap::new(),
+            next_building: 1,
             deadlines: Deadlines::default(),
             around_bytes: 0,
             around_waiting: VecDeque::new(),
@@ -459,6 +461,23 @@ impl Core {
         Owner { uid: self.node(idx).uid, namespace: u64::from(self.tree.namespace(parent)) }
     }
 
+    /// A version is under construction from here on.
+    pub fn start_building(&mut self, idx: Idx) {
+        let (number, id) = (self.next_building, self.id(idx));
+        if self.hot_mut(idx).building.is_none() {
+            self.hot_mut(idx).building = Some(number);
+            self.building.insert(number, id);
+            self.next_building += 1;
+        }
+    }
+
+    /// It was sealed, or given up.
+    pub fn stop_building(&mut self, idx: Idx) {
+        if let Some(number) = self.node_mut(idx).hot.as_mut().and_then(|hot| hot.building.take()) {
+            self.building.remove(&number);
+        }
+    }
+
     /// Records that the node's record is older than what is here.
     pub fn changed(&mut self, idx: Idx) {
         let id = self.id(idx);
@@ -597,6 +616,7 @@ impl Core {
             return;
         }
         self.unlist(idx);
+        self.stop_building(idx);
         self.drop_base(idx);
         self.drop_blocks(idx);
         let Some(mut node) = self.tree.nodes.remove(idx) else { return };

@@ -191,6 +191,8 @@ pub struct PendingLookup {
 
 pub struct Hot {
     pub phase: Phase,
+    /// Its number among the files under construction.
+    pub building: Option<u64>,
     pub slab: Option<Slab>,
     /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
     pub mixed: bool,
@@ -285,6 +287,7 @@ impl Hot {
     pub fn new(phase: Phase) -> Self {
         Self {
             phase,
+            building: None,
             slab: None,
             mixed: false,
             valid_to: 0,

@@ -144,8 +144,7 @@ impl Core {
         };
         self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Private(Box::new(private)))));
         self.tree.add_private(idx, parent, name);
-        let id = self.id(idx);
-        self.building.push_back(id);
+        self.start_building(idx);
         Ok(idx)
     }
 
@@ -185,8 +184,7 @@ impl Core {
             self.tree.link(idx, parent, name);
             self.touch_dir(parent);
             self.touch(idx);
-            let id = self.id(idx);
-            self.building.push_back(id);
+            self.start_building(idx);
             idx
         } else {
             self.new_private(parent, name, mode, (caller.uid, gid), caller, tgid, exclusive)?
@@ -243,8 +241,7 @@ impl Core {
         self.drop_name(old, Some(new), true);
         self.tree.link(new, parent, &name);
         self.touch(new);
-        let id = self.id(new);
-        self.building.push_back(id);
+        self.start_building(new);
         self.counters.copies_on_write += 1;
         Ok(new)
     }
@@ -259,6 +256,7 @@ impl Core {
         let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
         let xattrs = self.node(new).xattrs.clone();
         let old_id = self.id(old);
+        self.stop_building(new);
         let hot = self.hot_mut(new);
         hot.phase = Phase::Sealed;
         let supersedes: Vec<NodeId> = std::mem::take(&mut hot.supersedes);

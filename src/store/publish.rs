@@ -140,6 +140,7 @@ impl Core {
                 self.uncharge(device, charge, reserved);
             }
         }
+        self.stop_building(idx);
         let hot = self.hot_mut(idx);
         hot.phase = Phase::Sealed;
         hot.crc_to = usize::MAX;

@@ -249,13 +249,9 @@ impl Core {
     /// R7: bytes of files under construction go to the device early when somebody waits for room. Whole blocks
     /// first; a block that is still being filled only if there is nothing else.
     fn spill(&mut self) -> Option<Job> {
-        self.building.retain({
-            let nodes = &self.tree.nodes;
-            |id| nodes.by_id(*id).is_some_and(|node| node.hot.as_ref().is_some_and(|hot| !hot.sealed()))
-        });
+        let building: Vec<Idx> = self.building.values().map(|id| id.idx()).collect();
         for whole_only in [true, false] {
-            for at in 0..self.building.len() {
-                let idx = self.building[at].idx();
+            for &idx in &building {
                 if !self.spillable(idx) || self.node(idx).has(LOST) {
                     continue;
                 }

@@ -372,3 +372,24 @@ fn readers_hold_up_neither_the_publish_queue_nor_publishing() {
     assert_eq!(rig.read(rig.find("slot").unwrap(), 700_000), Ok(wanted));
     rig.ends();
 }
+
+/// The list of files under construction holds what is under construction.
+#[test]
+fn what_was_published_or_given_up_is_not_under_construction() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = format!("l1=64MiB,l2={}:64MiB", dir.path().join("store").display());
+    for options in [store.as_str(), "l1=64MiB"] {
+        let rig = Rig::with(options);
+        for at in 0..50 {
+            rig.write(&at.to_string(), b"published");
+            let handle = rig.open_new(&format!("gone{at}"), libc::O_EXCL);
+            rig.store().unlink(ROOT_INO, format!("gone{at}").as_bytes(), &Rig::caller()).unwrap();
+            rig.store().release(&handle);
+        }
+        let open = rig.open_new("open", libc::O_EXCL);
+        assert_eq!(rig.store().lock().building.len(), 1, "{options}");
+        rig.store().release(&open);
+        assert_eq!(rig.store().lock().building.len(), 0, "{options}");
+        rig.ends();
+    }
+}
