@@ -242,7 +242,7 @@ impl Core {
     /// Brings a block that a change needs, and says what the change waits for: without memory, that is room, for which
     /// others are spilled.
     fn load_block(&mut self, idx: Idx, index: usize) -> Stop {
-        if self.load_blocks(idx, index..index + 1, true) { Stop::Load } else { Stop::Room }
+        if self.load_blocks(idx, index..index + 1) { Stop::Load } else { Stop::Room }
     }
 
     /// Gets credit, room and memory for `len` bytes of block `index`. With `keep`, the bytes that are there stay.

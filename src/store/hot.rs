@@ -240,8 +240,6 @@ pub struct Hot {
     /// In the list of files that L1 may drop.
     pub l1: Links,
     pub in_l1_list: bool,
-    /// Whole-file promotion under way: the number of blocks that still lack.
-    pub promoting: u32,
     /// The next block to look at when part of a large file is dropped from L1.
     pub clock: usize,
     /// The running checksum: the block it is in, how far it has come, and its state.
@@ -313,7 +311,6 @@ impl Hot {
             fsyncs: Vec::new(),
             l1: Links { prev: NONE, next: NONE },
             in_l1_list: false,
-            promoting: 0,
             clock: 0,
             crc_block: 0,
             crc_to: 0,

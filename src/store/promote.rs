@@ -27,13 +27,13 @@ const AROUND_BYTES_MAX: u64 = 64 << 20;
 /// Transfers from the device, to be submitted without the lock.
 pub struct Load {
     device: usize,
-    class: Class,
     parts: Vec<Part>,
     /// Memory of holes inside the file.
     zero: Vec<Span>,
 }
 
 struct Part {
+    class: Class,
     offset: u64,
     span: Span,
     group: Arc<Group>,
@@ -110,26 +110,27 @@ fn cut(place: &Place, span: &Span) -> (Vec<(u64, Span)>, Vec<Span>, Vec<Span>) {
 }
 
 impl Core {
-    /// Starts to bring `range` of `idx` into L1; what is there or on its way is left alone. False: no memory.
-    pub fn load_blocks(&mut self, idx: Idx, range: Range<usize>, demand: bool) -> bool {
+    /// Starts to bring the blocks `wanted` of `idx` into L1; what is there or on its way is left alone. The rest of a
+    /// file that can have a slab comes too, behind what anybody waits for. False: no memory.
+    pub fn load_blocks(&mut self, idx: Idx, wanted: Range<usize>) -> bool {
         self.size_blocks(idx);
-        let range = if self.take_promotion_slab(idx) { 0..blocks_for(self.node(idx).size) } else { range };
+        let whole = self.take_promotion_slab(idx);
+        let range = if whole { 0..blocks_for(self.node(idx).size) } else { wanted.clone() };
         let size = self.node(idx).size;
         // Into the slab only where all of the file is to be in it: under construction it may be smaller than the file.
         let whole = self.hot(idx).is_some_and(|hot| hot.slab.is_some() && hot.sealed() && !hot.mixed);
         let id = self.id(idx);
-        let mut load = Load {
-            device: usize::from(self.node(idx).device),
-            class: if demand { Class::Demand } else { Class::Promotion },
-            parts: Vec::new(),
-            zero: Vec::new(),
-        };
+        let mut load =
+            Load { device: usize::from(self.node(idx).device), parts: Vec::new(), zero: Vec::new() };
         let mut complete = true;
         let mut index = range.start;
         while index < range.end {
             let mut checks = Vec::new();
             let mut reads: Vec<(u64, Span)> = Vec::new();
-            let stop = range.end.min(index + if whole { GROUP_BLOCKS } else { 1 });
+            // A group does not reach from what is waited for into the rest.
+            let edge = [wanted.start, wanted.end].into_iter().find(|&edge| edge > index).unwrap_or(range.end);
+            let stop = range.end.min(edge).min(index + if whole { GROUP_BLOCKS } else { 1 });
+            let class = if wanted.contains(&index) { Class::Demand } else { Class::Promotion };
             for at in index..stop {
                 let block = &self.hot_mut(idx).blocks[at];
                 let hole = block.mem.is_none() && !self.has_place(idx, at);
@@ -181,6 +182,7 @@ impl Core {
             self.counters.promoting += 1;
             self.hot_mut(idx).transfers += 1;
             load.parts.extend(reads.into_iter().map(|(offset, span)| Part {
+                class,
                 offset,
                 span,
                 group: group.clone(),
@@ -329,10 +331,12 @@ impl Core {
         });
         self.counters.promoting += 1;
         self.hot_mut(idx).transfers += 1;
-        let parts =
-            reads.into_iter().map(|(offset, span)| Part { offset, span, group: group.clone() }).collect();
+        let parts = reads
+            .into_iter()
+            .map(|(offset, span)| Part { class: Class::Demand, offset, span, group: group.clone() })
+            .collect();
         let device = usize::from(self.node(idx).device);
-        self.effects.push(Effect::Load(Load { device, class: Class::Demand, parts, zero: Vec::new() }));
+        self.effects.push(Effect::Load(Load { device, parts, zero: Vec::new() }));
         self.tidy_list(idx);
     }
 
@@ -433,7 +437,7 @@ impl Store {
             let group = part.group;
             engine.submit(Io {
                 direction: Direction::Read,
-                class: load.class,
+                class: part.class,
                 offset: volume.data_offset(load.device) + part.offset,
                 span: part.span,
                 done: Box::new(move |result| {

@@ -120,7 +120,7 @@ impl Core {
                 };
                 // Whoever bypasses caches does not fill ours, but joins a promotion that is on its way.
                 let loading =
-                    if handle.uncached { reading(self) } else { self.load_blocks(idx, range.clone(), true) };
+                    if handle.uncached { reading(self) } else { self.load_blocks(idx, range.clone()) };
                 let deadline = Instant::now() + self.settings.request_deadline;
                 let read = PendingRead { via: Via::L1, offset, len, reply, deadline };
                 if !loading && !reading(self) {
@@ -163,7 +163,7 @@ impl Core {
                 Plan::Lacks => {
                     let last = ((read.offset + read.len as u64 - 1) / BLOCK) as usize;
                     let range = (read.offset / BLOCK) as usize..last + 1;
-                    if read.via == Via::Room || self.load_blocks(idx, range, true) {
+                    if read.via == Via::Room || self.load_blocks(idx, range) {
                         still.push(read);
                     } else {
                         self.read_around(idx, read);

@@ -70,7 +70,7 @@ impl Core {
         }
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return false };
-        if hot.passthrough_handles() > 0 || hot.pins > 0 || hot.promoting > 0 || !hot.reads.is_empty() {
+        if hot.passthrough_handles() > 0 || hot.pins > 0 || !hot.reads.is_empty() {
             return false;
         }
         if self.slab_droppable(idx) {

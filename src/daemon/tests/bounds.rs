@@ -393,3 +393,26 @@ fn what_was_published_or_given_up_is_not_under_construction() {
         rig.ends();
     }
 }
+
+/// A small read of a large cold file waits for its own blocks; the rest of the file comes behind what others wait for.
+#[test]
+fn only_what_is_read_goes_before_everything_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig =
+        Rig::with(&format!("l1=64MiB,l2={}:64MiB,slab-file-max=32MiB", dir.path().join("store").display()));
+    let content: Vec<u8> = (0..20 * MIB).map(|at| (at >> 12) as u8).collect();
+    rig.stored("file", &content);
+    rig.empty_l1();
+    let reader = rig.reader("file", 0);
+    rig.faults.hold(Class::Promotion);
+    let at = 9 * MIB + 4096;
+    let read = answer(&rig.ask(&reader, at as u64, 4096), "a small read");
+    assert_eq!(read, Ok(content[at..at + 4096].to_vec()));
+    assert!(rig.faults.held(Class::Promotion) > 0, "the rest of the file is not wanted at once");
+    let later = rig.ask(&reader, 0, 4096);
+    rig.faults.release(Class::Promotion);
+    assert_eq!(answer(&later, "a read of the rest"), Ok(content[..4096].to_vec()));
+    assert_eq!(answer(&rig.ask(&reader, 0, 20 * MIB), "all of it"), Ok(content));
+    rig.store().release(&reader);
+    rig.ends();
+}
