@@ -926,6 +926,14 @@ impl Store {
 }
 
 impl Change {
+    /// Bytes that are held for it.
+    pub fn held_bytes(&self) -> u64 {
+        match self {
+            Self::Write { data, .. } => data.len() as u64,
+            Self::Truncate { .. } | Self::Zero { .. } | Self::Extend { .. } => 0,
+        }
+    }
+
     /// The answer to a change whose time is over.
     pub fn fail(self, errno: Errno) {
         match self {
