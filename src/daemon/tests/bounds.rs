@@ -373,6 +373,38 @@ fn readers_hold_up_neither_the_publish_queue_nor_publishing() {
     rig.ends();
 }
 
+/// The same with writers: each lets go only for the next to come. Whoever comes after the worker wanted its turn comes
+/// after the worker.
+#[test]
+fn writers_do_not_hold_up_the_publish_queue() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let handle = rig.open_new("slot", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &[1; 70_000]), "a write"), Ok(70_000));
+    let idx = handle.id.idx();
+    // A write that goes on until the test ends it.
+    rig.store().lock().hot_mut(idx).writing = true;
+    let (tell, told) = channel();
+    rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+    while !rig.store().lock().hot_mut(idx).claimed {
+        std::thread::yield_now();
+    }
+    rig.faults.hold(Class::WriteBack);
+    rig.store().lock().hot_mut(idx).writing = false;
+    let next = rig.put(&handle, 0, &[2; 70_000]);
+    let had_its_turn = rig.store().lock().hot_mut(idx).transfers > 0;
+    assert!(had_its_turn || next.try_recv().is_err(), "the next writer came before the worker");
+    rig.store().with(|core| core.wake_if_unwritten(idx));
+    // Once the worker has taken its copy it is the writer's turn.
+    assert_eq!(answer(&next, "a write"), Ok(70_000));
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(answer(&told, "fsync of a file that is being written"), Ok(()));
+    rig.store().release(&handle);
+    rig.drained();
+    assert_eq!(rig.read(rig.find("slot").unwrap(), 70_000), Ok(vec![2; 70_000]));
+    rig.ends();
+}
+
 /// The list of files under construction holds what is under construction.
 #[test]
 fn what_was_published_or_given_up_is_not_under_construction() {
