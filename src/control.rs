@@ -362,6 +362,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("writeback_queued_files", s.queued_files, "Entries of the publish queue."),
         gauge("writeback_in_flight_bytes", s.writeback_in_flight_bytes, "Bytes on their way to the devices."),
         gauge("waiting_writers", s.waiting_changes, "Writes that wait for room."),
+        gauge("waiting_bytes", s.waiting_bytes, "Bytes that the daemon holds of writes that wait."),
         gauge("promotions_in_flight", c.promoting, "Groups of blocks on their way from the devices."),
         gauge("device_in_flight", engines(|g| g.outstanding()), "Transfers that devices are working on."),
         gauge(

@@ -243,6 +243,7 @@ impl Daemon {
             capacity_pages: volume.as_ref().map_or(config.l1.0 / 4096, |volume| volume.capacity_pages()),
             positions_max: positions_max(volume.as_ref().map_or(u64::MAX, |volume| volume.files_max())),
             // What the catalog was made for cannot grow.
+            device_pages: volume.as_ref().map_or_else(Vec::new, |volume| volume.device_pages()),
             files_max: config
                 .l2_files_max
                 .unwrap_or(u64::MAX)
@@ -251,10 +252,8 @@ impl Daemon {
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
         };
-        let Recovered { tree, allocators, allocated_pages, by_recency, dropped, refused } = recovered;
+        let Recovered { tree, allocators, by_recency, dropped, refused, .. } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
-        core.space.allocated = allocated_pages;
-        core.space.peak = allocated_pages;
         core.count_all();
         core.counters.recovery_bytes = volume.as_ref().map_or(0, |volume| volume.recovery_bytes());
         for idx in by_recency {

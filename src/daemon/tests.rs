@@ -37,17 +37,22 @@ impl Rig {
 
     /// With a store of this size (and other options), and something in front of its device.
     pub fn start_with(dir: &Path, size: &str, wrap: Wrap) -> Self {
-        let store = dir.join("store");
-        let flags = Layer::from_fstab([
-            "mountpoint=/mnt/unused",
-            &format!("l1=64MiB,lock=false,l2-engine=threads,l2={}:{size}", store.display()),
-        ])
-        .unwrap();
+        Self::wrapped(&format!("l1=64MiB,l2={}:{size}", dir.join("store").display()), wrap)
+    }
+
+    /// With these options. The orders are for the last of several devices.
+    pub fn with(options: &str) -> Self {
+        Self::wrapped(options, faulty)
+    }
+
+    fn wrapped(options: &str, wrap: Wrap) -> Self {
+        let flags =
+            Layer::from_fstab(["mountpoint=/mnt/unused,lock=false,l2-engine=threads", options]).unwrap();
         let config = Config::resolve(Layer::default(), Layer::default(), flags, &Host::probe()).unwrap();
         let ready = crate::background::start(false, None).unwrap().unwrap();
         let events = Arc::new(Events::default());
         let daemon = Daemon::start_on(&config, &events, &ready, Some(wrap)).unwrap();
-        let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap();
+        let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap_or_default();
         Self { daemon, events, faults }
     }
 
@@ -123,6 +128,8 @@ impl Rig {
         String::from_utf8(self.events.read(0, 1 << 20)).unwrap().lines().any(|line| line.contains(what))
     }
 }
+
+mod bounds;
 
 #[test]
 fn what_the_device_does_not_take_goes_away_and_whoever_asks_is_told() {

@@ -26,6 +26,17 @@ use crate::store::{Answer, Caller, Handle, Store};
 /// Largest write and read in one request.
 const TRANSFER_MAX: u32 = 1 << 20;
 
+/// Fewest background requests that the kernel may have given us at a time: asynchronous reads and writes, and RELEASE. It
+/// keeps further ones to itself, and a RELEASE that is kept publishes late; so they must not be few.
+const BACKGROUND_MIN: u16 = 1024;
+
+/// How many background requests the kernel may have given us at a time. A write that waits for room is held by the daemon
+/// with its bytes, so this bounds what a client can make it hold without threads of its own: as much as may be dirty, at
+/// least 1 GiB. What is beyond stays in the client's memory.
+fn background_max(dirty_limit_bytes: u64) -> u16 {
+    u16::try_from(dirty_limit_bytes / u64::from(TRANSFER_MAX)).unwrap_or(u16::MAX).max(BACKGROUND_MIN)
+}
+
 enum Open {
     File(Arc<Handle>),
     Control(Arc<OpenedControl>),
@@ -185,9 +196,9 @@ impl Filesystem for KvFs {
         }
         // A refused value leaves the kernel's own, which is smaller but works.
         let _ = config.set_max_write(TRANSFER_MAX);
-        // RELEASE and asynchronous reads are background requests: the kernel must not hold them back (fact 7).
-        let _ = config.set_max_background(u16::MAX);
-        let _ = config.set_congestion_threshold(u16::MAX);
+        let background = background_max(self.store.snapshot().dirty_limit_bytes);
+        let _ = config.set_max_background(background);
+        let _ = config.set_congestion_threshold(background);
         Ok(())
     }
 

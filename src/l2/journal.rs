@@ -273,6 +273,7 @@ impl Journal {
         // Positions and numbers that take until then are not counted to by writing.
         if header.area > 1
             || [header.generation, header.log_start, header.log_seq].iter().any(|n| *n >= COUNT_END)
+            || !header.log_start.is_multiple_of(PAGE_U64)
         {
             return Err(Error::Damaged("its header says what none of ours does".into()));
         }

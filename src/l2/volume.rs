@@ -245,8 +245,8 @@ impl Volume {
         self.supers[device].data_start
     }
 
-    /// Pages that files may use: all but what the pages of removed files may still take.
-    pub fn capacity_pages(&self) -> u64 {
+    /// Pages of each device that files may use: all but what the pages of removed files may still take.
+    pub fn device_pages(&self) -> Vec<u64> {
         data_blocks(&self.supers)
             .into_iter()
             .map(|blocks| {
@@ -254,7 +254,11 @@ impl Volume {
                 let slack = (bytes / SLACK_PART).clamp(SLACK_MIN, SLACK_MAX);
                 bytes.saturating_sub(slack) / PAGE as u64
             })
-            .sum()
+            .collect()
+    }
+
+    pub fn capacity_pages(&self) -> u64 {
+        self.device_pages().into_iter().sum()
     }
 
     pub fn recovery_bytes(&self) -> u64 {

@@ -133,7 +133,8 @@ impl Core {
                 !block.place.is_empty()
                     || match block.mem {
                         super::hot::Mem::None => false,
-                        super::hot::Mem::Slab => hot.sealed() || *index as u64 * BLOCK < hot.valid_to,
+                        super::hot::Mem::Slab if hot.sealed() => !self.is_hole_in_slab(idx, *index),
+                        super::hot::Mem::Slab => *index as u64 * BLOCK < hot.valid_to,
                         super::hot::Mem::Chunk(_) => true,
                     }
             })
@@ -200,7 +201,14 @@ impl Core {
         let node = self.node(idx);
         node.hot.as_ref().is_none_or(|hot| hot.sealed() && hot.base.is_none())
             && (0..super::hot::blocks_for(node.size))
-                .all(|index| self.is_hole(idx, index) || self.block_crc(idx, index).is_some())
+                .all(|index| self.is_zeros(idx, index) || self.block_crc(idx, index).is_some())
+    }
+
+    /// Whether a block of a sealed file is a hole, wherever the file is.
+    fn is_zeros(&self, idx: Idx, index: usize) -> bool {
+        self.is_hole(idx, index)
+            || self.is_hole_in_slab(idx, index)
+            || (self.hot(idx).is_none() && !self.has_place(idx, index))
     }
 
     /// Somebody who is not root changes the file's bytes.
@@ -222,7 +230,7 @@ impl Core {
         let mut crc = 0;
         for index in 0..super::hot::blocks_for(size) {
             let len = block_len(size, index) as u64;
-            let block = if self.is_hole(idx, index) {
+            let block = if self.is_zeros(idx, index) {
                 crc_of_zeros(len)
             } else {
                 without_zeros(self.block_crc(idx, index)?, len.next_multiple_of(4096) - len)

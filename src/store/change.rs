@@ -137,9 +137,12 @@ impl Running {
 }
 
 impl Core {
-    /// Largest file: what the lower tier can hold.
+    /// Largest file: what the lower tier can hold, of which a file is on one device.
     fn size_max(&self) -> u64 {
-        if self.settings.memory_only { self.pool.stats().budget } else { self.settings.capacity_pages * 4096 }
+        if self.settings.memory_only {
+            return self.pool.stats().budget;
+        }
+        self.settings.device_pages.iter().max().map_or(0, |pages| pages * 4096)
     }
 
     /// Makes a sealed file one that can be written: nobody reads it, or it is written in place anyway.
@@ -160,12 +163,11 @@ impl Core {
             // Somebody may still have these pages mapped or in a pipe: they stay as they are.
             self.leave_lent_slab(idx, size)?;
         }
-        let id = self.id(idx);
         let hot = self.hot_mut(idx);
         hot.phase = Phase::Open;
         hot.valid_to = if hot.slab.is_some() { size } else { 0 };
         hot.crc_to = usize::MAX;
-        self.building.push_back(id);
+        self.start_building(idx);
         self.tidy(idx);
         Ok(())
     }
@@ -210,7 +212,8 @@ impl Core {
         for index in 0..super::hot::blocks_for(size) {
             // Blocks copied before it had to wait may have been spilled for it meanwhile: those are not copied again.
             let block = &self.hot_mut(idx).blocks[index];
-            if block.dirty || !block.place.is_empty() || self.is_hole(base, index) {
+            let done = block.dirty || !block.place.is_empty();
+            if done || self.is_hole(base, index) || self.is_hole_in_slab(base, index) {
                 continue;
             }
             let len = block_len(size, index);
@@ -247,7 +250,7 @@ impl Core {
     /// Brings a block that a change needs, and says what the change waits for: without memory, that is room, for which
     /// others are spilled.
     fn load_block(&mut self, idx: Idx, index: usize) -> Stop {
-        if self.load_blocks(idx, index..index + 1, true) { Stop::Load } else { Stop::Room }
+        if self.load_blocks(idx, index..index + 1) { Stop::Load } else { Stop::Room }
     }
 
     /// Gets credit, room and memory for `len` bytes of block `index`. With `keep`, the bytes that are there stay.
@@ -275,7 +278,7 @@ impl Core {
             }
             let room = u64::from(pages.saturating_sub(reserved));
             if room > 0 {
-                self.reserve(room)?;
+                self.reserve(idx, room)?;
             }
             self.dirty_pages += more;
             self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
@@ -381,7 +384,8 @@ impl Core {
     }
 
     fn one_at_a_time(&mut self, idx: Idx) -> Result<(), Stop> {
-        if self.hot_mut(idx).writing { Err(Stop::Load) } else { Ok(()) }
+        let hot = self.hot_mut(idx);
+        if hot.writing || hot.claimed { Err(Stop::Load) } else { Ok(()) }
     }
 
     /// Plans a write. On success the file is pinned until [`Core::note_write`].
@@ -477,6 +481,7 @@ impl Core {
         hot.pins -= 1;
         hot.writing = false;
         if hot.emptied != emptied {
+            self.wake_if_unwritten(idx);
             return self.close_if_done(idx);
         }
         let node = self.node_mut(idx);
@@ -505,7 +510,7 @@ impl Core {
         }
         self.counters.written_bytes += len as u64;
         self.mark_slot(idx);
-        self.wake_if_unpinned(idx);
+        self.wake_if_unwritten(idx);
         self.close_if_done(idx);
     }
 
@@ -557,7 +562,7 @@ impl Core {
             (hot.crc_block, hot.crc_to, hot.crc) = (0, 0, 0);
         }
         for block in gone {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
         }
     }
@@ -568,6 +573,7 @@ impl Core {
             return;
         }
         if durable {
+            self.space.on(device).stale += super::core::pages_of(&place);
             self.queue.stale.push((device, place));
             self.changed(idx);
         } else {
@@ -580,12 +586,11 @@ impl Core {
     pub fn truncate_to_nothing(&mut self, idx: Idx) {
         debug_assert_eq!(self.hot_mut(idx).passthrough_handles(), 0);
         self.spread_layout(idx);
-        let id = self.id(idx);
         let hot = self.hot_mut(idx);
         hot.emptied = hot.emptied.wrapping_add(1);
         if hot.sealed() {
             hot.phase = Phase::Open;
-            self.building.push_back(id);
+            self.start_building(idx);
         }
         self.drop_base(idx);
         self.cut(idx, 0);
@@ -666,7 +671,7 @@ impl Core {
             gone.push(std::mem::take(block));
         }
         for block in gone {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
         }
         Ok(())
@@ -969,6 +974,14 @@ impl Store {
 }
 
 impl Change {
+    /// Bytes that are held for it.
+    pub fn held_bytes(&self) -> u64 {
+        match self {
+            Self::Write { data, .. } => data.len() as u64,
+            Self::Truncate { .. } | Self::Zero { .. } | Self::Extend { .. } => 0,
+        }
+    }
+
     /// The answer to a change whose time is over.
     pub fn fail(self, errno: Errno) {
         match self {

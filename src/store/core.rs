@@ -1,7 +1,7 @@
 //! All state behind the store's one lock, and the small moves that everything else is made of.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use super::node::{
     ALIAS_BASE, Crcs, DURABLE, Detail, Extents, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId,
     ROOT, ROOT_INO,
 };
-use super::promote::{AroundRead, Load};
+use super::promote::Load;
 use super::read::Served;
 use super::tree::Tree;
 use crate::l1::{Owner, Pool};
@@ -39,6 +39,8 @@ pub struct Settings {
     pub dirty_limit_pages: u64,
     /// Pages of L2 that files may use.
     pub capacity_pages: u64,
+    /// Those of each device.
+    pub device_pages: Vec<u64>,
     pub files_max: u64,
     /// Recovery would take no node from here on.
     pub positions_max: u64,
@@ -90,21 +92,56 @@ pub struct Calls {
     pub admission: u64,
 }
 
-/// What is taken of L2.
+/// What is taken of one device.
 #[derive(Default, Debug, Clone, Copy)]
 pub struct Space {
+    /// Pages that files may use.
+    pub capacity: u64,
     /// Pages in extents that belong to some file, or will be free after the next commit.
     pub allocated: u64,
     /// Pages set aside for dirty blocks that have no extents yet.
     pub reserved: u64,
     /// Pages among `allocated` that become free with the next commits.
     pub leaving: u64,
-    pub peak: u64,
+    /// Pages among `allocated` of blocks that have been stored anew, which become free in the same way. Unlike those
+    /// that leave with their files they count as used until then: else rewriting could outrun the commits.
+    pub stale: u64,
 }
 
 impl Space {
     pub fn used(&self) -> u64 {
         (self.allocated + self.reserved).saturating_sub(self.leaving)
+    }
+
+    pub fn free(&self) -> u64 {
+        self.capacity.saturating_sub(self.used())
+    }
+}
+
+/// What is taken of L2, device by device: a file lies on one of them.
+#[derive(Default, Debug, Clone)]
+pub struct Room {
+    pub devices: Vec<Space>,
+    /// The most pages ever used.
+    pub peak: u64,
+}
+
+impl Room {
+    pub fn used(&self) -> u64 {
+        self.devices.iter().map(Space::used).sum()
+    }
+
+    pub fn note_peak(&mut self) {
+        self.peak = self.peak.max(self.used());
+    }
+
+    pub fn on(&mut self, device: u8) -> &mut Space {
+        &mut self.devices[usize::from(device)]
+    }
+
+    /// The device with the most room.
+    pub fn emptiest(&self) -> u8 {
+        (0..self.devices.len()).max_by_key(|&at| self.devices[at].free()).unwrap_or(0) as u8
     }
 }
 
@@ -119,10 +156,11 @@ pub struct Core {
     pub wakes: Wakes,
     pub calls: Calls,
     pub droppable: Ends,
-    pub recency: Ends,
+    /// Files by recency, those of each device apart: room is made where it is needed.
+    pub recency: Vec<Ends>,
     /// One for each device of the volume.
     pub allocators: Vec<Allocator>,
-    pub space: Space,
+    pub space: Room,
     pub catalog: CatalogRoom,
     /// Pages written by clients that are not on the device.
     pub dirty_pages: u64,
@@ -131,13 +169,14 @@ pub struct Core {
     pub queue: PublishQueue,
     /// The queue of waiting changes is being tried right now.
     pub admitting: bool,
-    /// Files being written that could be spilled, by recency of creation.
-    pub building: VecDeque<NodeId>,
+    /// Files under construction, which could be spilled, the oldest first. The key is [`Hot::building`].
+    pub building: BTreeMap<u64, NodeId>,
+    next_building: u64,
     /// Files with lookups or reads that have a deadline.
     pub deadlines: Deadlines,
-    /// Memory that reads around L1 hold, and those that wait for some.
+    /// Memory that reads around L1 hold, and the files of those that wait for some, in order of arrival.
     pub around_bytes: u64,
-    pub around_waiting: VecDeque<AroundRead>,
+    pub around_waiting: VecDeque<NodeId>,
     /// Those who were sent to look again, and the names of what they did not find.
     pub expected: Vec<Expected>,
     pub gone: Gone,
@@ -160,6 +199,14 @@ pub fn now() -> i64 {
 impl Core {
     pub fn new(tree: Tree, pool: Arc<Pool>, settings: Settings, allocators: Vec<Allocator>) -> Self {
         let catalog = CatalogRoom { used: 0, limit: settings.catalog_bytes_max };
+        let taken = |(allocator, &capacity): (&Allocator, &u64)| Space {
+            capacity,
+            allocated: allocator.blocks() - allocator.free_blocks(),
+            ..Space::default()
+        };
+        let devices = allocators.iter().zip(&settings.device_pages).map(taken).collect();
+        let mut space = Room { devices, peak: 0 };
+        space.note_peak();
         Self {
             tree,
             pool,
@@ -171,14 +218,15 @@ impl Core {
             wakes: Wakes::default(),
             calls: Calls::default(),
             droppable: Ends::default(),
-            recency: Ends::default(),
+            recency: vec![Ends::default(); allocators.len().max(1)],
             allocators,
-            space: Space::default(),
+            space,
             dirty_pages: 0,
             waiters: VecDeque::new(),
             queue: PublishQueue::default(),
             admitting: false,
-            building: VecDeque::new(),
+            building: BTreeMap::new(),
+            next_building: 1,
             deadlines: Deadlines::default(),
             around_bytes: 0,
             around_waiting: VecDeque::new(),
@@ -425,6 +473,23 @@ impl Core {
         Owner { uid: self.node(idx).uid, namespace: u64::from(self.tree.namespace(parent)) }
     }
 
+    /// A version is under construction from here on.
+    pub fn start_building(&mut self, idx: Idx) {
+        let (number, id) = (self.next_building, self.id(idx));
+        if self.hot_mut(idx).building.is_none() {
+            self.hot_mut(idx).building = Some(number);
+            self.building.insert(number, id);
+            self.next_building += 1;
+        }
+    }
+
+    /// It was sealed, or given up.
+    pub fn stop_building(&mut self, idx: Idx) {
+        if let Some(number) = self.node_mut(idx).hot.as_mut().and_then(|hot| hot.building.take()) {
+            self.building.remove(&number);
+        }
+    }
+
     /// Records that the node's record is older than what is here.
     pub fn changed(&mut self, idx: Idx) {
         let id = self.id(idx);
@@ -447,19 +512,38 @@ impl Core {
 
     pub fn touch(&mut self, idx: Idx) {
         if self.node(idx).has(NAMED) && self.node(idx).kind() == Kind::File {
-            self.recency.push_front::<Recency>(&mut self.tree.nodes, idx);
+            let device = usize::from(self.node(idx).device);
+            self.recency[device].push_front::<Recency>(&mut self.tree.nodes, idx);
+        }
+    }
+
+    pub fn forget_recency(&mut self, idx: Idx) {
+        let device = usize::from(self.node(idx).device);
+        self.recency[device].remove::<Recency>(&mut self.tree.nodes, idx);
+    }
+
+    /// Which device a file of which nothing has been stored is to lie on.
+    pub fn set_device(&mut self, idx: Idx, device: u8) {
+        if self.node(idx).device == device {
+            return;
+        }
+        let listed = self.node(idx).has(super::node::LISTED);
+        self.forget_recency(idx);
+        self.node_mut(idx).device = device;
+        if listed {
+            self.touch(idx);
         }
     }
 
     pub fn unlist(&mut self, idx: Idx) {
-        self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
+        self.forget_recency(idx);
         self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
     }
 
     /// Takes the visible name from `idx`. `successor` is the version that takes its place, if there is one: then
     /// the old record stays on the device until the new one is committed.
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
-        self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
+        self.forget_recency(idx);
         self.remember_name(idx, successor);
         let parent = self.node(idx).parent;
         self.tree.unlink(idx);
@@ -495,15 +579,19 @@ impl Core {
                 self.forget_entry(seq, id);
             }
             // What is still open keeps its place after the record is gone, so it does not count as leaving.
-            let pages = match self.by_id(id) {
-                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => self.device_pages(idx),
-                _ => 0,
+            let (device, pages) = match self.by_id(id) {
+                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => {
+                    (self.node(idx).device, self.device_pages(idx))
+                }
+                _ => (0, 0),
             };
-            self.space.leaving += pages;
+            if pages > 0 {
+                self.space.on(device).leaving += pages;
+            }
             if let Some(idx) = self.by_id(id) {
                 self.end_record(idx);
             }
-            self.queue.removed.push((id, pages));
+            self.queue.removed.push((id, device, pages));
         }
         self.wakes.committer = true;
     }
@@ -543,6 +631,7 @@ impl Core {
             return;
         }
         self.unlist(idx);
+        self.stop_building(idx);
         self.drop_base(idx);
         if let Some(hot) = self.node_mut(idx).hot.as_mut() {
             // It was to take the place of these, and never will: they are gone all the same.
@@ -577,7 +666,7 @@ impl Core {
         hot.crc_to = 0;
         let device = self.node(idx).device;
         for block in blocks {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.free_extents(device, &block.place);
         }
     }
@@ -601,9 +690,11 @@ impl Core {
         self.reap(base);
     }
 
-    pub fn uncharge(&mut self, charge: u32, reserved: u32) {
+    pub fn uncharge(&mut self, device: u8, charge: u32, reserved: u32) {
         self.dirty_pages -= u64::from(charge);
-        self.space.reserved -= u64::from(reserved);
+        if reserved > 0 {
+            self.space.on(device).reserved -= u64::from(reserved);
+        }
         if charge > 0 || reserved > 0 {
             self.wakes.admission = true;
         }
@@ -618,7 +709,7 @@ impl Core {
             }
         }
         if freed > 0 {
-            self.space.allocated -= freed;
+            self.space.on(device).allocated -= freed;
             self.wakes.admission = true;
             self.wakes.writer = true;
         }
@@ -633,8 +724,14 @@ impl Core {
         if !resident && !hot.in_use() && !hot.placed && hot.alias.is_none() && !hot.failed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
             self.node_mut(idx).hot = None;
+            if !self.node(idx).has(super::node::LISTED) && self.may_evict(idx) {
+                self.touch(idx);
+            }
             self.reap(idx);
             return;
+        }
+        if !self.node(idx).has(super::node::LISTED) && self.node(idx).has(NAMED) && self.may_evict(idx) {
+            self.touch(idx);
         }
         let droppable = self.may_drop(idx);
         let listed = self.hot(idx).is_some_and(|hot| hot.in_l1_list);
@@ -674,6 +771,17 @@ impl Core {
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return false };
         hot.blocks.get(index).is_none_or(|block| block.mem.is_none()) && !self.has_place(idx, index)
+    }
+
+    /// Whether a block of a sealed file is zeros in its slab and nowhere on the device, for good.
+    pub fn is_hole_in_slab(&self, idx: Idx, index: usize) -> bool {
+        !self.settings.memory_only
+            && !self.node(idx).has(super::node::LOST)
+            && self.hot(idx).is_some_and(|hot| {
+                let clean = |block: &Block| !block.dirty && block.io == BlockIo::Idle;
+                hot.sealed() && hot.blocks.get(index).is_some_and(clean)
+            })
+            && !self.has_place(idx, index)
     }
 
     /// Adds a node without a name. Its record will have `bytes` of name and attributes.

@@ -178,8 +178,20 @@ pub enum WriteBack {
     Queued(u64),
 }
 
-/// A read that waits for blocks.
+/// How the bytes of a waiting read come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Via {
+    /// To L1, from where it is answered.
+    L1,
+    /// Around L1, once there is memory for that.
+    Room,
+    /// Around L1, under this number.
+    Around(u32),
+}
+
+/// A read that waits for blocks. It keeps its file, and has a deadline, whatever it waits for.
 pub struct PendingRead {
+    pub via: Via,
     pub offset: u64,
     pub len: usize,
     /// What the asker holds, which answers `node` reads for when a copy-on-write base is asked.
@@ -198,6 +210,8 @@ pub struct PendingLookup {
 
 pub struct Hot {
     pub phase: Phase,
+    /// Its number among the files under construction.
+    pub building: Option<u64>,
     pub slab: Option<Slab>,
     /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
     pub mixed: bool,
@@ -218,6 +232,11 @@ pub struct Hot {
     /// old end and its bytes, and go on with the running checksum. The kernel lets asynchronous direct writes and the
     /// write-back of mappings come side by side.
     pub writing: bool,
+    /// The write-back worker found somebody writing: it is next. Else a file that is written without a pause would hold
+    /// up the whole publish queue (rule R4).
+    pub claimed: bool,
+    /// How far into the file the copies go that are going on, since there was none.
+    pub pinned_to: u64,
     /// Times that the file was emptied: a write that was going on then has been before it.
     pub emptied: u32,
     /// The last number given to a change or a transfer of a block. Blocks go and come back; numbers do not.
@@ -240,8 +259,6 @@ pub struct Hot {
     /// In the list of files that L1 may drop.
     pub l1: Links,
     pub in_l1_list: bool,
-    /// Whole-file promotion under way: the number of blocks that still lack.
-    pub promoting: u32,
     /// The next block to look at when part of a large file is dropped from L1.
     pub clock: usize,
     /// The running checksum: the block it is in, how far it has come, and its state.
@@ -287,6 +304,7 @@ impl Hot {
     pub fn new(phase: Phase) -> Self {
         Self {
             phase,
+            building: None,
             slab: None,
             mixed: false,
             valid_to: 0,
@@ -297,6 +315,8 @@ impl Hot {
             held: 0,
             pins: 0,
             writing: false,
+            claimed: false,
+            pinned_to: 0,
             emptied: 0,
             numbers: 0,
             transfers: 0,
@@ -310,7 +330,6 @@ impl Hot {
             fsyncs: Vec::new(),
             l1: Links { prev: NONE, next: NONE },
             in_l1_list: false,
-            promoting: 0,
             clock: 0,
             crc_block: 0,
             crc_to: 0,

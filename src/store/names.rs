@@ -301,7 +301,7 @@ impl Store {
     pub fn barrier(self: &Arc<Self>, reply: super::UnitReply) {
         let store = self.clone();
         self.after_releases(
-            |core| core.building.iter().filter_map(|id| core.by_id(*id)).collect(),
+            |core| core.building.values().filter_map(|id| core.by_id(*id)).collect(),
             move || store.with(|core| core.barrier(reply)),
         );
     }

@@ -159,8 +159,7 @@ impl Core {
         };
         self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Private(Box::new(private)))));
         self.tree.add_private(idx, parent, name);
-        let id = self.id(idx);
-        self.building.push_back(id);
+        self.start_building(idx);
         Ok(idx)
     }
 
@@ -200,8 +199,7 @@ impl Core {
             self.tree.link(idx, parent, name);
             self.touch_dir(parent);
             self.touch(idx);
-            let id = self.id(idx);
-            self.building.push_back(id);
+            self.start_building(idx);
             idx
         } else {
             self.new_private(parent, name, mode, (caller.uid, gid), caller, tgid, exclusive)?
@@ -263,8 +261,7 @@ impl Core {
         self.drop_name(old, Some(new), true);
         self.tree.link(new, parent, &name);
         self.touch(new);
-        let id = self.id(new);
-        self.building.push_back(id);
+        self.start_building(new);
         self.counters.copies_on_write += 1;
         Ok(new)
     }
@@ -279,6 +276,7 @@ impl Core {
         let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
         let xattrs = self.node(new).xattrs.clone();
         let (old_id, new_id) = (self.id(old), self.id(new));
+        self.stop_building(new);
         let hot = self.hot_mut(new);
         hot.phase = Phase::Sealed;
         let supersedes: Vec<NodeId> = std::mem::take(&mut hot.supersedes);
@@ -516,7 +514,7 @@ impl Core {
     /// After the last writable handle is gone, and no open is on its way, the version is complete.
     pub fn close_if_done(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
-        if hot.writers == 0 && hot.promised == 0 && hot.pins == 0 && !hot.sealed() {
+        if hot.writers == 0 && hot.promised == 0 && !hot.writing && !hot.sealed() {
             self.complete(idx);
         }
         if self.tree.nodes.get(idx).is_some() {

@@ -145,9 +145,11 @@ impl Core {
                 // Credit for a write that never came.
                 let (charge, reserved) =
                     (std::mem::take(&mut block.charge), std::mem::take(&mut block.reserved));
-                self.uncharge(charge, reserved);
+                let device = self.node(idx).device;
+                self.uncharge(device, charge, reserved);
             }
         }
+        self.stop_building(idx);
         let hot = self.hot_mut(idx);
         hot.phase = Phase::Sealed;
         hot.crc_to = usize::MAX;
@@ -169,7 +171,6 @@ impl Core {
     /// Makes a slab exactly as long as its file, so that the kernel may read from it.
     fn seal_slab(&mut self, idx: Idx, size: u64) {
         let blocks = blocks_for(size);
-        let memory_only = self.settings.memory_only;
         let hot = self.hot_mut(idx);
         let Some(slab) = hot.slab.clone() else { return };
         let covered = hot
@@ -187,18 +188,17 @@ impl Core {
         }
         hot.define_to(size);
         hot.blocks.resize_with(blocks.max(hot.blocks.len()), Default::default);
-        let mut fresh = Vec::new();
-        for (index, block) in hot.blocks.iter_mut().enumerate().take(blocks) {
-            if block.mem.is_none() {
-                block.mem = Mem::Slab;
-                block.dirty = true;
-                fresh.push(index);
-            }
+        // What nobody wrote is in the slab, as zeros, and stays a hole on the device: it takes neither credit nor room,
+        // which nobody could wait for here.
+        for block in hot.blocks.iter_mut().take(blocks).filter(|block| block.mem.is_none()) {
+            block.mem = Mem::Slab;
         }
         drop(slab);
         if let Some(slab) = &hot.slab {
             let pages = u32::try_from(size.div_ceil(4096)).unwrap_or(u32::MAX);
-            let fits = slab.pages() == pages || (!slab.is_lent() && slab.resize(pages));
+            // Pages that somebody is reading stay: the file may have been cut since that read began.
+            let unread = hot.pins == 0 || hot.pinned_to <= u64::from(pages) * 4096;
+            let fits = slab.pages() == pages || (unread && !slab.is_lent() && slab.resize(pages));
             if !fits || slab.set_len(size).is_err() {
                 // The kernel would show its length as the file's.
                 log::warn!("a slab of {} pages could not be cut to {size} bytes", slab.pages());
@@ -207,17 +207,6 @@ impl Core {
                 hot.mixed = true;
             }
             slab.announce();
-        }
-        if !memory_only {
-            // Zeros that nobody wrote: a hole in the middle of the file. They take room like any other bytes.
-            for index in fresh {
-                let pages = (block_len(size, index) as u32).div_ceil(4096);
-                self.dirty_pages += u64::from(pages);
-                self.space.reserved += u64::from(pages);
-                let block = &mut self.hot_mut(idx).blocks[index];
-                block.charge += pages;
-                block.reserved += pages;
-            }
         }
     }
 
@@ -299,7 +288,7 @@ impl Core {
     pub fn spillable(&self, idx: Idx) -> bool {
         self.hot(idx).is_some_and(|hot| {
             !hot.sealed()
-                && hot.pins == 0
+                && !hot.writing
                 && hot
                     .blocks
                     .iter()
@@ -317,7 +306,9 @@ impl Core {
         let has_data = |index: usize| {
             let node = self.node(target);
             match &node.hot {
-                Some(hot) if hot.blocks.get(index).is_some_and(|block| !block.mem.is_none()) => true,
+                Some(hot) if hot.blocks.get(index).is_some_and(|block| !block.mem.is_none()) => {
+                    !self.is_hole_in_slab(target, index)
+                }
                 Some(hot) if hot.slab.is_some() && !hot.sealed() && (index as u64 * BLOCK) < hot.valid_to => {
                     true
                 }

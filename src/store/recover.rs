@@ -264,13 +264,17 @@ impl Recovery {
         let gone: std::collections::HashSet<Idx> = dropped.iter().map(|(id, _)| id.idx()).collect();
         let mut pages = 0;
         for idx in 1..self.tree.nodes.end() {
-            let Some(node) = self.tree.nodes.get(idx) else { continue };
+            let Some(node) = self.tree.nodes.get_mut(idx) else { continue };
+            let device = usize::from(node.device);
+            if device >= self.allocators.len() {
+                // Nothing may ask for a device that is not there.
+                node.device = 0;
+            }
             if gone.contains(&idx) {
                 continue;
             }
             let extents: Vec<Extent> =
                 node.extents.as_slice().iter().copied().filter(|extent| extent.start != HOLE).collect();
-            let device = usize::from(node.device);
             let mut claimed = Vec::new();
             let mut wrong = None;
             for extent in extents {

@@ -25,6 +25,8 @@ pub struct Snapshot {
     pub dirty_limit_bytes: u64,
     pub queued_files: u64,
     pub waiting_changes: u64,
+    /// Bytes of writes that wait.
+    pub waiting_bytes: u64,
     pub writeback_in_flight_bytes: u64,
     pub poisoned: bool,
     pub passthrough: bool,
@@ -56,6 +58,7 @@ impl Store {
             dirty_limit_bytes: core.settings.dirty_limit_pages * 4096,
             queued_files: core.queue.len() as u64,
             waiting_changes: core.waiters.len() as u64,
+            waiting_bytes: core.waiters.iter().map(|waiter| waiter.change.held_bytes()).sum(),
             writeback_in_flight_bytes: core.queue.in_flight,
             poisoned: core.poisoned,
             passthrough: core.settings.passthrough,

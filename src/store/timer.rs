@@ -35,6 +35,7 @@ impl Core {
             self.counters.timeouts += 1;
             self.reply(move || (read.reply)(Err(Errno::EIO)));
         }
+        self.tidy(idx);
     }
 
     /// Changes that have waited too long. As long as the devices take bytes, a slow device is all that is wrong, and

@@ -33,7 +33,7 @@ struct Commit {
     recorded: Vec<NodeId>,
     /// How many of them are files stored anew.
     files: u64,
-    removed: Vec<(NodeId, u64)>,
+    removed: Vec<(NodeId, u8, u64)>,
     stale: Vec<(u8, Place)>,
     replies: Vec<(UnitReply, Result<(), Errno>)>,
     /// Bytes of some file are named by a record for the first time.
@@ -149,7 +149,7 @@ impl Core {
             }
         }
         commit.removed = std::mem::take(&mut self.queue.removed);
-        let gone: HashSet<NodeId> = commit.removed.iter().map(|(id, _)| *id).collect();
+        let gone: HashSet<NodeId> = commit.removed.iter().map(|(id, ..)| *id).collect();
         // Directories first: a record's parent must be known when it is read back.
         for id in order.into_iter().filter(|id| !gone.contains(id)) {
             let idx = id.idx();
@@ -161,7 +161,7 @@ impl Core {
             self.recount(idx);
             commit.records.push(self.record(idx));
         }
-        for (id, _) in &commit.removed {
+        for (id, ..) in &commit.removed {
             let mut bytes = Vec::new();
             Record::Remove(id.0).encode(&mut bytes);
             commit.records.push(bytes);
@@ -193,8 +193,10 @@ impl Core {
         }
         self.counters.commits += 1;
         self.counters.committed_files += commit.files;
-        for (id, pages) in commit.removed {
-            self.space.leaving -= pages;
+        for (id, device, pages) in commit.removed {
+            if pages > 0 {
+                self.space.on(device).leaving -= pages;
+            }
             if let Some(idx) = self.by_id(id) {
                 let node = self.node_mut(idx);
                 node.set(DURABLE, false);
@@ -203,6 +205,7 @@ impl Core {
             }
         }
         for (device, place) in commit.stale {
+            self.space.on(device).stale -= crate::store::core::pages_of(&place);
             self.free_extents(device, &place);
         }
         for id in commit.recorded {

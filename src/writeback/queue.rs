@@ -36,8 +36,8 @@ pub struct PublishQueue {
     next_seq: u64,
     /// Entries before this one have been started.
     cursor: u64,
-    /// Records to remove with the next commit, and the pages that become free by it.
-    pub removed: Vec<(NodeId, u64)>,
+    /// Records to remove with the next commit, and the pages of which device become free by it.
+    pub removed: Vec<(NodeId, u8, u64)>,
     /// Records to write anew with the next commit.
     pub changed: Vec<NodeId>,
     /// Extents that no record names after the next commit.
