@@ -453,6 +453,9 @@ impl Core {
         self.tree.unlink(idx);
         self.node_mut(idx).set(MOVED, by_us);
         self.touch_dir(parent);
+        if self.node(idx).kind() == Kind::Dir {
+            self.discard_privates_in(idx);
+        }
         let mut old = match &mut self.node_mut(idx).hot {
             Some(hot) => std::mem::take(&mut hot.supersedes),
             None => Vec::new(),

@@ -105,7 +105,8 @@ impl Block {
 /// What is known of whoever created a private file.
 #[derive(Debug)]
 pub struct Private {
-    /// Where the name will appear.
+    /// Where the name will appear: a directory that is there (it takes its private files with it when it goes), or
+    /// [`NONE`] for a file that has lost its name.
     pub parent: Idx,
     pub name: Box<[u8]>,
     /// Thread and process that created it; 0 where they cannot be known.
@@ -171,7 +172,7 @@ pub struct PendingRead {
 
 /// A lookup that waits for a release.
 pub struct PendingLookup {
-    pub parent: Idx,
+    pub parent: NodeId,
     pub name: Box<[u8]>,
     pub reply: EntryReply,
     pub deadline: Instant,

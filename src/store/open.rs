@@ -98,7 +98,7 @@ impl Core {
     /// Answers when `idx` has been released, or after the bounded wait.
     pub fn wait_for_release(&mut self, idx: Idx, parent: Idx, name: &[u8], reply: EntryReply) {
         let deadline = Instant::now() + self.settings.publish_wait;
-        let id = self.id(idx);
+        let (id, parent) = (self.id(idx), self.id(parent));
         self.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
         self.deadlines.push((deadline, id));
         self.counters.publish_waits += 1;
@@ -109,8 +109,9 @@ impl Core {
     pub fn answer_lookups(&mut self, idx: Idx) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
         for PendingLookup { parent, name, reply, .. } in std::mem::take(&mut hot.lookups) {
-            let answer = match self.tree.child(parent, &name) {
-                Some(found) => Ok(self.entry(found, self.tree.privates(parent, &name).is_empty())),
+            let found = self.by_id(parent).and_then(|parent| Some((parent, self.tree.child(parent, &name)?)));
+            let answer = match found {
+                Some((parent, found)) => Ok(self.entry(found, self.tree.privates(parent, &name).is_empty())),
                 None => Err(Errno::ENOENT),
             };
             self.reply(move || reply(answer));

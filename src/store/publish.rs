@@ -16,18 +16,19 @@ impl Core {
     pub fn complete(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
         match &hot.phase {
-            Phase::Private(private) if private.killed || !private.opened || private.parent == NONE => {
-                self.discard(idx);
+            Phase::Private(private) if private.killed => {
+                self.discard(idx, Some("its writer was killed before it closed the file"));
             }
+            Phase::Private(private) if !private.opened || private.parent == NONE => self.discard(idx, None),
             // The version of its name that was closed after it is there already (R1: the last complete one wins).
             Phase::Private(private) if private.closed > 0 && private.closed <= private.outdated => {
-                self.discard(idx);
+                self.discard(idx, None);
             }
             Phase::Private(_) => {
                 if self.show(idx) {
                     self.seal(idx);
+                    self.answer_lookups(idx);
                 }
-                self.answer_lookups(idx);
             }
             Phase::Open if hot.base.is_some() => self.undo_copy_on_write(idx),
             Phase::Open => self.seal(idx),
@@ -35,25 +36,23 @@ impl Core {
         }
     }
 
-    /// Gives a private version up: nobody ever saw it.
-    fn discard(&mut self, idx: Idx) {
+    /// Gives a private version up: nobody ever saw it. `why`, if its writer expects something else.
+    fn discard(&mut self, idx: Idx, why: Option<&str>) {
         // Its maker may have found it just now, before its RELEASE came, and be about to open it.
         self.remember_name(idx);
         self.node_mut(idx).set(MOVED, true);
         let hot = self.hot_mut(idx);
         if let Some(private) = hot.private_mut() {
             let (parent, name) = (private.parent, std::mem::take(&mut private.name));
-            let killed = private.killed;
             private.parent = NONE;
             if parent != NONE {
+                // An fsync of whoever still has it open must not say that it is kept.
+                hot.failed |= why.is_some();
                 self.tree.remove_private(idx, parent, &name);
-                if killed {
+                if let Some(why) = why {
                     self.counters.discarded += 1;
                     let path = self.tree.path(parent);
-                    self.event(format!(
-                        "discarded {path}/{}: its writer was killed before it closed the file",
-                        String::from_utf8_lossy(&name)
-                    ));
+                    self.event(format!("discarded {path}/{}: {why}", String::from_utf8_lossy(&name)));
                 }
             }
         }
@@ -61,28 +60,27 @@ impl Core {
         self.reap(idx);
     }
 
+    /// The directory `parent` is gone. Files that are being written there have lost the place where they would appear,
+    /// and with it their claim to a name: the directory's position will be another's.
+    pub fn discard_privates_in(&mut self, parent: Idx) {
+        let all: Vec<Idx> = self.tree.privates_in(parent).map(|(idx, _)| idx).collect();
+        for idx in all {
+            let expected = self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.opened);
+            self.discard(idx, expected.then_some("its directory was removed"));
+        }
+    }
+
     /// Makes a private version visible under its name, in place of what is there. Whether it could.
     fn show(&mut self, idx: Idx) -> bool {
-        let hot = self.hot_mut(idx);
-        let Some(private) = hot.private_mut() else { return true };
-        let (parent, name, closed) = (private.parent, std::mem::take(&mut private.name), private.closed);
-        private.parent = NONE;
-        self.tree.remove_private(idx, parent, &name);
-        self.outdate(parent, &name, idx, closed);
-        let alive =
-            self.tree.nodes.get(parent).is_some_and(|node| {
-                node.kind() == Kind::Dir && (parent == super::node::ROOT || node.has(NAMED))
-            });
+        let Some(private) = self.hot(idx).and_then(|hot| hot.private()) else { return true };
+        let (parent, name, closed) = (private.parent, private.name.clone(), private.closed);
         let target = self.tree.child(parent, &name);
-        let blocked = target.is_some_and(|target| self.node(target).kind() == Kind::Dir);
-        if !alive || blocked {
-            let why = if alive { "a directory has that name" } else { "its directory is gone" };
-            let path = self.tree.path(parent);
-            self.event(format!("discarded {path}/{}: {why}", String::from_utf8_lossy(&name)));
-            self.counters.discarded += 1;
-            self.reap(idx);
+        if target.is_some_and(|target| self.node(target).kind() == Kind::Dir) {
+            self.discard(idx, Some("a directory has that name"));
             return false;
         }
+        self.tree.remove_private(idx, parent, &name);
+        self.outdate(parent, &name, idx, closed);
         self.hot_mut(idx).phase = Phase::Open;
         if let Some(target) = target {
             self.drop_name(target, Some(idx), true);
