@@ -6,10 +6,13 @@ mod client;
 mod common;
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use client::{Client, Watchdog, fill};
-use common::Mount;
+use client::{Client, Watchdog};
+use common::{Mount, Options};
+
+const ALICE: u32 = 1001;
+const BOB: u32 = 1002;
 
 /// Where a node is kept: what is removed makes its place free for what comes next.
 fn place(mount: &Mount, path: &str) -> u32 {
@@ -84,5 +87,75 @@ step('closed')
             fs::remove_dir(mount.at("old")).unwrap();
         }
     }
+    mount.check_quiet();
+}
+
+fn shared_mount() -> Mount {
+    let mount = Mount::with(Options::default().arg("--allow-other"));
+    fs::set_permissions(mount.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    mount
+}
+
+#[test]
+fn who_keeps_the_inode_of_a_file_that_is_gone_cannot_reach_the_next_one_of_its_name() {
+    let mount = shared_mount();
+    let _watchdog = Watchdog::new(&mount);
+    let script = "
+alice, bob = int(sys.argv[2]), int(sys.argv[3])
+def be(user):
+    os.seteuid(0)
+    os.seteuid(user)
+def make(name, data, mode):
+    fd = os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, mode)
+    os.write(fd, data)
+    os.fchmod(fd, mode)
+    os.close(fd)
+import time
+for owner in [alice, bob]:
+    be(alice)
+    make('f', b'alice', 0o600)
+    kept = os.open('f', os.O_PATH)
+    path = f'/proc/self/fd/{kept}'
+    os.chmod(path, 0o640)
+    be(0)
+    os.unlink('f')
+    be(owner)
+    make('f', b'the next one', 0o600)
+    os.setxattr('f', 'user.secret', b'42')
+    before = os.stat('f')
+    be(alice)
+    # The inode lives until the record of its removal is stored.
+    while errno_of(os.chmod, path, 0o660) == 'ok':
+        time.sleep(0.01)
+    for at, call in enumerate([
+        lambda: os.chmod(path, 0o666),
+        lambda: os.utime(path, (1, 1)),
+        lambda: os.setxattr(path, 'user.mine', b'1'),
+        lambda: os.removexattr(path, 'user.secret'),
+        lambda: os.getxattr(path, 'user.secret'),
+        lambda: os.listxattr(path),
+    ]):
+        found = errno_of(call)
+        assert found == 'ESTALE', (at, found)
+    if owner == bob:
+        assert errno_of(os.truncate, path, 0) == 'ESTALE'
+        assert errno_of(os.open, path, os.O_RDONLY) == 'ESTALE'
+        # Not even how large it is.
+        assert errno_of(os.stat, path) == 'ESTALE' or os.stat(path).st_size != before.st_size
+    be(owner)
+    after = os.stat('f')
+    assert (after.st_mode, after.st_mtime_ns, after.st_ctime_ns, after.st_uid) == (
+        before.st_mode, before.st_mtime_ns, before.st_ctime_ns, owner)
+    assert os.listxattr('f').count('user.mine') == 0 and os.getxattr('f', 'user.secret') == b'42'
+    # By its name everything goes on.
+    os.chmod('f', 0o644)
+    be(0)
+    os.close(kept)
+    os.unlink('f')
+say('done')
+";
+    let mut client = Client::with(&mount, script, &[&ALICE.to_string(), &BOB.to_string()]);
+    client.at("done");
+    client.end();
     mount.check_quiet();
 }

@@ -75,13 +75,20 @@ impl Expected {
 /// What versions were called that have no name any more.
 #[derive(Default, Debug)]
 pub struct Gone {
-    names: HashMap<u64, (NodeId, Box<[u8]>)>,
+    names: HashMap<u64, Was>,
     order: VecDeque<u64>,
 }
 
+#[derive(Clone, Debug)]
+struct Was {
+    parent: NodeId,
+    name: Box<[u8]>,
+    uid: u32,
+}
+
 impl Gone {
-    fn push(&mut self, ino: u64, parent: NodeId, name: &[u8]) {
-        if self.names.insert(ino, (parent, name.into())).is_none() {
+    fn push(&mut self, ino: u64, was: Was) {
+        if self.names.insert(ino, was).is_none() {
             self.order.push_back(ino);
         }
         if self.order.len() > GONE_MAX
@@ -109,28 +116,32 @@ impl Core {
         if node.kind() != Kind::File {
             return;
         }
-        let (own, shown) = (self.id(idx).0, self.ino(idx));
+        let (own, shown, uid) = (self.id(idx).0, self.ino(idx), node.uid);
         let Some((parent, name)) = self.place_of(idx) else { return };
-        self.gone.push(own, parent, &name);
+        let was = Was { parent, name, uid };
         if shown != own {
-            self.gone.push(shown, parent, &name);
+            self.gone.push(shown, was.clone());
         }
+        self.gone.push(own, was);
     }
 
-    /// The node behind an inode number, or the version that has its name now: what asks for attributes before it opens
-    /// must not use up the one time that ESTALE is answered.
-    pub fn resolve_current(&self, ino: u64) -> Result<Idx, Errno> {
-        self.resolve(ino).or_else(|errno| {
-            let (parent, name) = self.gone.names.get(&ino).ok_or(errno)?;
-            let parent = self.by_id(*parent).ok_or(errno)?;
-            self.tree.child(parent, name).filter(|&idx| self.node(idx).kind() == Kind::File).ok_or(errno)
-        })
+    /// The version that has the name now of one that is gone, by its inode number, if it has the same owner: what asks
+    /// for attributes before it opens must not use up the one time that ESTALE is answered.
+    ///
+    /// For attributes only. The kernel checks what a caller may do against the inode that it has, and somebody may have
+    /// kept one whose name is another's file by now: nothing else may be asked of that file, or done to it, under a
+    /// number that is not its own.
+    pub fn successor(&self, ino: u64) -> Option<Idx> {
+        let was = self.gone.names.get(&ino)?;
+        let now = self.tree.child(self.by_id(was.parent)?, &was.name)?;
+        let node = self.node(now);
+        (node.kind() == Kind::File && node.uid == was.uid).then_some(now)
     }
 
     /// The answer to an open of a version that is gone.
     pub fn gone(&mut self, ino: u64, intent: Intent, caller: &Caller, tgid: u32) -> Errno {
         match self.gone.names.get(&ino).cloned() {
-            Some((parent, name)) => self.send_again(parent, &name, intent, caller, tgid),
+            Some(was) => self.send_again(was.parent, &was.name, intent, caller, tgid),
             None => Errno::ESTALE,
         }
     }

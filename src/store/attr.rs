@@ -259,8 +259,14 @@ const PUBLISH: &[u8] = b"user.kv.publish";
 impl Store {
     pub fn getattr(self: &Arc<Self>, ino: u64) -> Result<Attr, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
-        let mut attr = core.attr(idx);
+        let mut attr = match core.resolve(ino) {
+            Ok(idx) => core.attr(idx),
+            Err(errno) => {
+                let successor = core.successor(ino).ok_or(errno)?;
+                // For this once: it is not what the kernel has.
+                Attr { ttl: Duration::ZERO, ..core.attr(successor) }
+            }
+        };
         attr.ino = ino;
         Ok(attr)
     }
@@ -268,7 +274,7 @@ impl Store {
     /// Everything but the size.
     pub fn setattr(self: &Arc<Self>, ino: u64, change: Change) -> Result<Attr, Errno> {
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             let node = core.node_mut(idx);
             if let Some(mode) = change.mode {
                 node.mode = (mode & 0o7777) as u16;
@@ -302,7 +308,7 @@ impl Store {
 
     pub fn readlink(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        match &core.node(core.resolve_current(ino)?).detail {
+        match &core.node(core.resolve(ino)?).detail {
             Detail::Symlink(target) => Ok(target.to_vec()),
             _ => Err(Errno::EINVAL),
         }
@@ -310,7 +316,7 @@ impl Store {
 
     pub fn getxattr(self: &Arc<Self>, ino: u64, name: &[u8]) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
+        let idx = core.resolve(ino)?;
         core.own_xattr(idx, name)
             .or_else(|| core.node(idx).xattr(name).map(<[u8]>::to_vec))
             .ok_or(Errno::ENODATA)
@@ -318,7 +324,7 @@ impl Store {
 
     pub fn listxattr(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
+        let idx = core.resolve(ino)?;
         let file = core.node(idx).kind() == Kind::File;
         let own = OWN.iter().filter(|name| file && (**name != CRC || core.has_crc(idx))).copied();
         let theirs = core.node(idx).xattrs.iter().flat_map(|list| list.iter().map(|(name, _)| &**name));
@@ -336,7 +342,7 @@ impl Store {
             return Err(Errno::E2BIG);
         }
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             Self::check_own(core.node(idx), name, Some(value))?;
             let node = core.node_mut(idx);
             let exists = node.xattr(name).is_some();
@@ -365,7 +371,7 @@ impl Store {
 
     pub fn removexattr(self: &Arc<Self>, ino: u64, name: &[u8]) -> Result<(), Errno> {
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             Self::check_own(core.node(idx), name, None)?;
             let node = core.node_mut(idx);
             if !node.remove_xattr(name) {
