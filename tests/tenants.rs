@@ -8,7 +8,7 @@ mod common;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use client::{Client, Watchdog};
+use client::{Client, Watchdog, fill};
 use common::{Mount, Options};
 
 const ALICE: u32 = 1001;
@@ -157,5 +157,130 @@ say('done')
     let mut client = Client::with(&mount, script, &[&ALICE.to_string(), &BOB.to_string()]);
     client.at("done");
     client.end();
+    mount.check_quiet();
+}
+
+/// Writes privately in `t` as the user of the first argument, and does what the second says while others do theirs.
+const STICKY: &str = "
+os.umask(0)
+os.seteuid(int(sys.argv[2]))
+fd = os.open('t/x', os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+write_all(fd, fill(1, 300_000))
+if sys.argv[3] == 'rename':
+    os.close(os.dup(fd))
+step('written')
+if sys.argv[3] == 'rename':
+    os.rename('t/x', 't/y')
+elif sys.argv[3] == 'unlink':
+    os.unlink('t/x')
+elif sys.argv[3] == 'fsync':
+    say(errno_of(os.fsync, fd))
+os.close(fd)
+step('closed')
+";
+
+fn sticky(mount: &Mount) {
+    fs::create_dir(mount.at("t")).unwrap();
+    fs::set_permissions(mount.at("t"), fs::Permissions::from_mode(0o1777)).unwrap();
+    std::os::unix::fs::chown(mount.at("t"), Some(7), Some(7)).unwrap();
+}
+
+fn publish_as(mount: &Mount, user: u32) {
+    let script = "
+os.seteuid(int(sys.argv[2]))
+fd = os.open('t/x', PRIVATE, 0o644)
+os.write(fd, b'the first')
+os.close(fd)
+say('published')
+";
+    let mut client = Client::with(mount, script, &[&user.to_string()]);
+    client.at("published");
+    client.end();
+}
+
+#[test]
+fn publishing_replaces_only_what_its_writer_might_remove() {
+    let mount = shared_mount();
+    let _watchdog = Watchdog::new(&mount);
+    sticky(&mount);
+    let whole = fill(1, 300_000);
+    for (user, does, wins) in [
+        (BOB, "close", false),
+        (BOB, "fsync", false),
+        (BOB, "rename", false),
+        (BOB, "unlink", false),
+        // The same user, the directory's, and root.
+        (ALICE, "close", true),
+        (7, "close", true),
+        (0, "close", true),
+        (0, "fsync", true),
+    ] {
+        let discarded = mount.stat("discarded_files");
+        let mut client = Client::with(&mount, STICKY, &[&user.to_string(), does]);
+        client.at("written");
+        publish_as(&mount, ALICE);
+        client.go();
+        if does == "fsync" {
+            client.at(if wins { "ok" } else { "EIO" });
+        }
+        client.at("closed");
+        client.go();
+        client.end();
+        let case = format!("{does} by {user}");
+        let refused = !wins && matches!(does, "close" | "fsync");
+        assert_eq!(mount.stat("discarded_files"), discarded + u64::from(refused), "{case}");
+        let (found, owner) =
+            (fs::read(mount.at("t/x")).unwrap(), fs::metadata(mount.at("t/x")).unwrap().uid());
+        if wins {
+            assert!(found == whole && owner == user, "{case}");
+        } else {
+            assert!(found == b"the first" && owner == ALICE, "{case}: {} bytes of {owner}", found.len());
+        }
+        if does == "rename" {
+            assert!(fs::read(mount.at("t/y")).unwrap() == whole, "what it wrote has its new name");
+            fs::remove_file(mount.at("t/y")).unwrap();
+        }
+        fs::remove_file(mount.at("t/x")).unwrap();
+    }
+    let refusals = mount.events().matches("discarded t/x: a file of another user has that name").count();
+    assert_eq!(refusals, 2, "{}", mount.events());
+    mount.check_quiet();
+}
+
+#[test]
+fn whoever_may_write_a_file_may_truncate_it_in_a_sticky_directory() {
+    let mount = shared_mount();
+    let _watchdog = Watchdog::new(&mount);
+    sticky(&mount);
+    publish_as(&mount, ALICE);
+    fs::set_permissions(mount.at("t/x"), fs::Permissions::from_mode(0o666)).unwrap();
+    let script = "
+os.seteuid(int(sys.argv[2]))
+fd = os.open('t/x', os.O_TRUNC | os.O_WRONLY)
+write_all(fd, fill(1, 300_000))
+os.close(fd)
+say('closed')
+";
+    let mut client = Client::with(&mount, script, &[&BOB.to_string()]);
+    client.at("closed");
+    client.end();
+    assert!(fs::read(mount.at("t/x")).unwrap() == fill(1, 300_000));
+    assert_eq!(fs::metadata(mount.at("t/x")).unwrap().uid(), ALICE);
+    mount.check_quiet();
+}
+
+#[test]
+fn without_the_kernels_permission_checks_publishing_has_none() {
+    let mount = Mount::with(Options::default().arg("--allow-other").arg("--default-permissions=false"));
+    let _watchdog = Watchdog::new(&mount);
+    sticky(&mount);
+    let mut client = Client::with(&mount, STICKY, &[&BOB.to_string(), "close"]);
+    client.at("written");
+    publish_as(&mount, ALICE);
+    client.go();
+    client.at("closed");
+    client.go();
+    client.end();
+    assert!(fs::read(mount.at("t/x")).unwrap() == fill(1, 300_000));
     mount.check_quiet();
 }

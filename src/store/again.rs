@@ -263,6 +263,9 @@ impl Core {
         let (mode, owner, xattrs) = (u32::from(node.mode), (node.uid, node.gid), node.xattrs.clone());
         let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
         self.node_mut(new).xattrs = xattrs;
+        if let Some(private) = self.hot_mut(new).private_mut() {
+            private.replaces = Some(owner.0);
+        }
         Ok(new)
     }
 

@@ -33,6 +33,8 @@ pub struct Settings {
     /// There is no L2: what leaves L1 is gone.
     pub memory_only: bool,
     pub evict: bool,
+    /// Owners and modes count: the kernel checks them (`--default-permissions`).
+    pub permissions: bool,
     pub small_file_max: u64,
     pub slab_file_max: u64,
     pub dirty_limit_pages: u64,

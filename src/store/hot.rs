@@ -112,6 +112,10 @@ pub struct Private {
     /// Thread and process that created it; 0 where they cannot be known.
     pub tid: u32,
     pub tgid: u32,
+    /// The user who created it.
+    pub uid: u32,
+    /// The owner of the version that it was made to replace, which that user may write.
+    pub replaces: Option<u32>,
     /// The name is reserved for everybody (O_EXCL).
     pub exclusive: bool,
     /// Some descriptor of it was closed and no write came since.

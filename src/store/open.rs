@@ -135,6 +135,8 @@ impl Core {
             name: name.into(),
             tid: caller.tid,
             tgid,
+            uid: caller.uid,
+            replaces: None,
             exclusive,
             flushed: false,
             closed: 0,

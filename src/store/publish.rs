@@ -74,13 +74,21 @@ impl Core {
     fn show(&mut self, idx: Idx) -> bool {
         let Some(private) = self.hot(idx).and_then(|hot| hot.private()) else { return true };
         let (parent, name, closed) = (private.parent, private.name.clone(), private.closed);
+        let (by, replaces) = (private.uid, private.replaces);
         let target = self.tree.child(parent, &name);
-        if target.is_some_and(|target| self.node(target).kind() == Kind::Dir) {
-            self.discard(idx, Some("a directory has that name"));
+        let refused = target.and_then(|target| {
+            if self.node(target).kind() == Kind::Dir {
+                return Some("a directory has that name");
+            }
+            let may = self.may_remove(parent, target, by) || replaces == Some(self.node(target).uid);
+            (!may).then_some("a file of another user has that name")
+        });
+        if refused.is_some() {
+            self.discard(idx, refused);
             return false;
         }
         self.tree.remove_private(idx, parent, &name);
-        self.outdate(parent, &name, idx, closed);
+        self.outdate(parent, &name, idx, closed, by);
         self.hot_mut(idx).phase = Phase::Open;
         if let Some(target) = target {
             self.drop_name(target, Some(idx), true);
@@ -96,10 +104,12 @@ impl Core {
         true
     }
 
-    /// Versions of `name` that were closed by then, and whose RELEASE is still on its way, come too late.
-    pub fn outdate(&mut self, parent: Idx, name: &[u8], but: Idx, closed: u64) {
+    /// Versions of `name` that were closed by then, and whose RELEASE is still on its way, come too late, as far as the
+    /// user `by` may have them removed.
+    pub fn outdate(&mut self, parent: Idx, name: &[u8], but: Idx, closed: u64, by: u32) {
         for idx in self.tree.privates(parent, name).to_vec() {
             if idx != but
+                && self.may_remove(parent, idx, by)
                 && let Some(private) = self.hot_mut(idx).private_mut()
             {
                 private.outdated = private.outdated.max(closed);
