@@ -401,18 +401,21 @@ impl Core {
         }
     }
 
-    /// The directory and name that a node has, or will have once it is published.
+    /// The directory and name that a node has, had, or will have once it is published. [`NONE`]: that directory is gone,
+    /// or no name is left that it could get.
     pub fn home(&self, idx: Idx) -> (Idx, &[u8]) {
         let node = self.node(idx);
         match node.hot.as_ref().and_then(|hot| hot.private()) {
             Some(private) => (private.parent, &private.name),
-            None => (node.parent, &node.name),
+            None => (self.tree.parent(idx).unwrap_or(NONE), &node.name),
         }
     }
 
+    /// Whose bytes `idx` holds. What is nowhere in the tree shares its memory with nothing.
     pub fn owner(&self, idx: Idx) -> Owner {
         let (parent, _) = self.home(idx);
-        Owner { uid: self.node(idx).uid, namespace: u64::from(self.tree.namespace(parent)) }
+        let namespace = self.tree.namespace(parent).unwrap_or_else(|| self.id(idx));
+        Owner { uid: self.node(idx).uid, namespace: namespace.0 }
     }
 
     /// Records that the node's record is older than what is here.
@@ -624,9 +627,8 @@ impl Core {
 
     /// The kernel must not believe in the name any longer.
     pub fn invalidate(&mut self, idx: Idx) {
-        let node = self.node(idx);
-        let (parent, name) = (node.parent, node.name.clone());
-        if let Some(parent) = self.tree.nodes.get(parent).map(|_| self.ino(parent)) {
+        let name = self.node(idx).name.clone();
+        if let Some(parent) = self.tree.parent(idx).map(|parent| self.ino(parent)) {
             self.effects.push(Effect::Invalidate { parent, name });
         }
     }

@@ -154,7 +154,10 @@ pub type Xattrs = Vec<(Box<[u8]>, Box<[u8]>)>;
 #[derive(Debug)]
 pub struct Node {
     pub generation: u32,
+    /// The directory that it is or was in. Once it has no name that may be gone, and another directory at its position:
+    /// [`Tree::parent`](super::tree::Tree::parent) tells.
     pub parent: Idx,
+    pub parent_generation: u32,
     pub name: Box<[u8]>,
     /// Cookie in the parent's list of children.
     pub seq: u64,
@@ -183,6 +186,7 @@ impl Node {
         Self {
             generation: 0,
             parent: NONE,
+            parent_generation: 0,
             name: Box::default(),
             seq: 0,
             size: 0,
