@@ -205,7 +205,9 @@ impl Filesystem for KvFs {
         }
     }
 
-    fn forget(&self, _req: &Request, _ino: INodeNo, _nlookup: u64) {}
+    fn forget(&self, _req: &Request, ino: INodeNo, nlookup: u64) {
+        self.store.forget(ino.0, nlookup);
+    }
 
     fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
         reply_attr(reply, self.control.getattr(ino.0).unwrap_or_else(|| self.store.getattr(ino.0)));

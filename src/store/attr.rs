@@ -141,8 +141,12 @@ impl Core {
             .sum()
     }
 
-    pub fn entry(&self, idx: Idx, shown: bool) -> Entry {
+    /// What the kernel is told of a name. It knows the inode number from then on, until it says that it forgets it.
+    pub fn entry(&mut self, idx: Idx, shown: bool) -> Entry {
         let mut attr = self.attr(idx);
+        if let Some(alias) = self.aliases.get_mut(&attr.ino) {
+            alias.lookups += 1;
+        }
         if !shown {
             attr.ttl = Duration::ZERO;
         }

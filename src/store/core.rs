@@ -105,6 +105,14 @@ impl Space {
     }
 }
 
+/// A further inode number of a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Alias {
+    pub id: NodeId,
+    /// How often the kernel was told of it and has not forgotten it since.
+    pub lookups: u64,
+}
+
 pub struct Core {
     pub tree: Tree,
     pub pool: Arc<Pool>,
@@ -137,7 +145,7 @@ pub struct Core {
     /// Those who were sent to look again, and the names of what they did not find.
     pub expected: Vec<Expected>,
     pub gone: Gone,
-    pub aliases: HashMap<u64, NodeId>,
+    pub aliases: HashMap<u64, Alias>,
     pub next_alias: u64,
     /// Durability failed once: reads go on, what was published is not stored any more.
     pub poisoned: bool,
@@ -215,7 +223,8 @@ impl Core {
         if ino == ROOT_INO {
             return Ok(ROOT);
         }
-        let id = if ino >= ALIAS_BASE { *self.aliases.get(&ino).ok_or(Errno::ESTALE)? } else { NodeId(ino) };
+        let id =
+            if ino >= ALIAS_BASE { self.aliases.get(&ino).ok_or(Errno::ESTALE)?.id } else { NodeId(ino) };
         self.by_id(id).ok_or(Errno::ESTALE)
     }
 

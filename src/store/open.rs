@@ -19,7 +19,7 @@ use nix::errno::Errno;
 
 use super::again::{Expected, Intent};
 use super::attr::Entry;
-use super::core::{Core, now};
+use super::core::{Alias, Core, now};
 use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
 use super::lists::Droppable;
 use super::names::check_name;
@@ -441,12 +441,36 @@ impl Core {
         if hot.alias_made.is_some_and(|made| at.duration_since(made) < ALIAS_EVERY) {
             return false;
         }
-        hot.alias = Some(alias);
+        let before = hot.alias.replace(alias);
         hot.alias_made = Some(at);
+        if let Some(before) = before
+            && self.aliases.get(&before).is_some_and(|alias| alias.lookups == 0)
+        {
+            // Whoever was sent to look for it never came.
+            self.aliases.remove(&before);
+        }
         self.next_alias = (self.next_alias + 1).max(ALIAS_BASE);
-        self.aliases.insert(alias, id);
+        self.aliases.insert(alias, Alias { id, lookups: 0 });
         self.counters.aliases += 1;
         true
+    }
+
+    /// The kernel does not know an inode number any more that it was told `lookups` times.
+    fn forget(&mut self, ino: u64, lookups: u64) {
+        let Some(alias) = self.aliases.get_mut(&ino) else { return };
+        alias.lookups = alias.lookups.saturating_sub(lookups);
+        if alias.lookups > 0 {
+            return;
+        }
+        let id = alias.id;
+        self.aliases.remove(&ino);
+        let Some(idx) = self.by_id(id) else { return };
+        if let Some(hot) = self.node_mut(idx).hot.as_mut()
+            && hot.alias == Some(ino)
+        {
+            hot.alias = None;
+            self.tidy(idx);
+        }
     }
 
     fn release(&mut self, handle: &Handle) {
@@ -590,6 +614,13 @@ impl Store {
                 private.killed |= killed;
             }
         });
+    }
+
+    /// The other inode numbers need nobody to remember them.
+    pub fn forget(self: &Arc<Self>, ino: u64, lookups: u64) {
+        if ino >= ALIAS_BASE {
+            self.with(|core| core.forget(ino, lookups));
+        }
     }
 
     pub fn release(self: &Arc<Self>, handle: &Handle) {
