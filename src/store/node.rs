@@ -127,7 +127,7 @@ pub const DURABLE: u8 = 2;
 pub const META_DIRTY: u8 = 4;
 /// It lost its name by our doing (eviction, a newer version): opening it sends the kernel to look again.
 pub const MOVED: u8 = 8;
-/// Written in place block by block: no passthrough, and a bad block is only that block's loss.
+/// In shared use or large: written in place block by block. No passthrough, and a bad block is only that block's loss.
 pub const SLOT: u8 = 16;
 /// Its bytes went bad or could not be stored; it is being removed.
 pub const LOST: u8 = 32;

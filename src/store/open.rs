@@ -181,9 +181,12 @@ impl Core {
             return Err(self.send_again(dir, name, Intent::of(flags), caller, tgid));
         }
         let (gid, mode) = self.inherited(parent, caller, mode, false);
-        let shared = self.tree.posix(parent) || (!exclusive && flags & libc::O_TRUNC == 0);
+        let for_sharing = !exclusive && flags & libc::O_TRUNC == 0;
+        let shared = for_sharing || self.tree.posix(parent);
         let idx = if shared {
             let idx = self.new_node(Detail::File, mode, caller.uid, gid)?;
+            // Whoever opens it finds this very inode, whatever is in it: locks exclude, writers meet.
+            self.node_mut(idx).set(SLOT, for_sharing);
             self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Open)));
             self.tree.link(idx, parent, name);
             self.touch_dir(parent);
