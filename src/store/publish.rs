@@ -51,8 +51,8 @@ impl Core {
                 self.tree.remove_private(idx, parent, &name);
                 if let Some(why) = why {
                     self.counters.discarded += 1;
-                    let path = self.tree.path(parent);
-                    self.event(format!("discarded {path}/{}: {why}", String::from_utf8_lossy(&name)));
+                    let path = self.tree.path_of(parent, &name);
+                    self.event(format!("discarded {path}: {why}"));
                 }
             }
         }

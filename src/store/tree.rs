@@ -7,6 +7,7 @@ use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
 
 use super::node::{Arena, Idx, Kind, MOVED, NAMED, NONE, Node, NodeId, ROOT};
+use crate::shown;
 
 /// A directory and a name in it.
 type Name = (Idx, Box<[u8]>);
@@ -170,17 +171,27 @@ impl Tree {
         self.nodes.by_id(NodeId::new(node.parent, node.parent_generation)).map(|_| node.parent)
     }
 
-    /// The path from the mount point, for people.
+    /// The path from the mount point, for people: as [`shown`] shows names.
     pub fn path(&self, idx: Idx) -> String {
         let mut parts = Vec::new();
         let mut at = idx;
         while at != ROOT && at != NONE && parts.len() < 128 {
             let Some(node) = self.nodes.get(at) else { break };
-            parts.push(String::from_utf8_lossy(&node.name).into_owned());
+            parts.push(shown::name(&node.name));
             at = self.parent(at).unwrap_or(NONE);
         }
         parts.reverse();
         parts.join("/")
+    }
+
+    /// The path of a name in `parent`, whether or not there is such a file.
+    pub fn path_of(&self, parent: Idx, name: &[u8]) -> String {
+        let mut path = self.path(parent);
+        if !path.is_empty() {
+            path.push('/');
+        }
+        path.push_str(&shown::name(name));
+        path
     }
 
     /// Whether `ancestor` is `idx` or above it.
