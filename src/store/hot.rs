@@ -187,6 +187,8 @@ pub struct Hot {
     pub slab: Option<Slab>,
     /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
     pub mixed: bool,
+    /// The kernel has refused to read from the slab by itself.
+    pub no_passthrough: bool,
     /// Bytes of the slab, from its start, whose content is defined. Beyond, up to the file's size, are zeros
     /// that nobody has written into recycled memory yet. Only while unsealed.
     pub valid_to: u64,
@@ -275,6 +277,7 @@ impl Hot {
             phase,
             slab: None,
             mixed: false,
+            no_passthrough: false,
             valid_to: 0,
             blocks: Vec::new(),
             opened: SmallVec::new(),

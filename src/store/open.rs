@@ -317,6 +317,7 @@ impl Core {
                     && hot.writers == 0
                     && hot.promised == 0
                     && hot.base.is_none()
+                    && !hot.no_passthrough
                     && hot.whole_slab(node.size)
             })
     }
@@ -587,9 +588,30 @@ impl Store {
         self.with(|core| core.open(ino, flags, caller, tgid))
     }
 
-    /// A passthrough open that could not be answered after all.
-    pub fn open_failed(self: &Arc<Self>, handle: &Handle) {
-        self.release(handle);
+    /// Whether the handles of the inode number that `handle` was opened under are to be served by passthrough.
+    pub fn reads_by_passthrough(self: &Arc<Self>, handle: &Handle) -> bool {
+        let core = self.lock();
+        let hot = core.by_id(handle.id).and_then(|idx| core.hot(idx));
+        hot.is_some_and(|hot| {
+            hot.opened.iter().any(|opened| opened.ino == handle.ino && opened.mode == Mode::Passthrough)
+        })
+    }
+
+    /// A passthrough open, of which the kernel has not been told, that is to be served by the daemon after all. So are
+    /// the others under its inode number, which wait for this one, and all that come while the file stays in L1.
+    pub fn read_directly(self: &Arc<Self>, handle: &mut Handle) {
+        handle.mode = Mode::Direct;
+        self.with(|core| {
+            core.counters.opens_passthrough -= 1;
+            core.counters.opens_direct += 1;
+            let Some(idx) = core.by_id(handle.id) else { return };
+            let hot = core.hot_mut(idx);
+            hot.no_passthrough = true;
+            if let Some(opened) = hot.opened.iter_mut().find(|opened| opened.ino == handle.ino) {
+                opened.mode = Mode::Direct;
+            }
+            core.tidy(idx);
+        });
     }
 
     /// A descriptor of the file was closed. Whether that was its maker dying shows only now.
