@@ -89,7 +89,7 @@ fn without_passthrough_for_a_file_the_daemon_reads_it() {
     let stores = mount.stores();
     mount.stop();
     let pid_file = mount.scratch.path().join("pid");
-    let mut command = || {
+    let command = || {
         let mut command = kvcachefs(["mount", "--daemon", "--l1=128MiB", "--log-level=error", "--threads=4"]);
         command.args(&stores).arg("--pid-file").arg(&pid_file).arg(mount.path());
         command
