@@ -12,6 +12,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::OFlag;
@@ -165,9 +166,16 @@ struct PidFile(PathBuf);
 
 impl PidFile {
     fn write(path: PathBuf) -> Result<Self> {
-        fs::write(&path, format!("{}\n", getpid())).map_err(|error| {
+        // Where others may make files, a link of theirs must not lead root to another file.
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&path);
+        file.and_then(|mut file| writeln!(file, "{}", getpid())).map_err(|error| {
             Error::caused_by(format!("--pid-file {}", path.display()), error)
-                .remedy("name a file that can be written")
+                .remedy("name a file that can be written, and no symbolic link")
         })?;
         Ok(Self(path))
     }

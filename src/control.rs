@@ -343,6 +343,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("files", s.files, "Visible files and links."),
         gauge("directories", s.directories, "Directories."),
         gauge("private_files", s.private_files, "Names under construction."),
+        gauge("alias_inodes", s.alias_inodes, "Further inode numbers of files that the kernel knows."),
         gauge("l1_capacity_bytes", s.pool.budget, "Memory that L1 may use."),
         gauge("l1_used_bytes", s.pool.total, "Memory that L1 uses, free slabs included."),
         gauge("l1_used_peak_bytes", s.pool.peak_total, "Most memory that L1 has used."),

@@ -237,6 +237,7 @@ impl Daemon {
             passthrough: false,
             memory_only: volume.is_none(),
             evict: config.evict == Evict::Lru,
+            permissions: config.default_permissions,
             small_file_max: config.small_file_max.0.min(crate::store::hot::BLOCK),
             slab_file_max: config.slab_file_max.0,
             dirty_limit_pages: config.dirty_limit.0 / 4096,

@@ -13,6 +13,7 @@ pub mod l2;
 pub mod logging;
 pub mod memory;
 pub mod mount;
+pub mod shown;
 pub mod signals;
 pub mod stats;
 pub mod store;

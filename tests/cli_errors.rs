@@ -141,6 +141,10 @@ fn paths_that_are_not_what_they_should_be() {
     place.refuses(&["--format"], &["--format", "no L2", "--l2 PATH:SIZE"]);
     place.refuses(&["--l1=64MiB", "--log-file=/nowhere/log"], &["--log-file", "/nowhere/log"]);
     place.refuses(&["--l1=64MiB", "--pid-file=/nowhere/pid"], &["--pid-file", "/nowhere/pid"]);
+    let (victim, link) = (place.write("victim", "somebody's own"), place.at("link"));
+    std::os::unix::fs::symlink(&victim, &link).unwrap();
+    place.refuses(&["--l1=64MiB", &format!("--pid-file={link}")], &["--pid-file", &link, "no symbolic link"]);
+    assert_eq!(fs::read_to_string(&victim).unwrap(), "somebody's own");
 }
 
 #[test]

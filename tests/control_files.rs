@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::{Command, Stdio};
 
-use common::{Mount, bytes, memory_only};
+use common::{Mount, Options, bytes, memory_only};
 use nix::libc;
 
 fn errno<T: std::fmt::Debug, E: Into<std::io::Error>>(result: Result<T, E>) -> i32 {
@@ -246,4 +246,35 @@ fn events_can_be_followed() {
     let mut more = String::new();
     events.read_to_string(&mut more).unwrap();
     assert!(more.contains("late") && !more.contains("early"), "{more}");
+}
+
+/// Whoever may make a file may choose its name. It makes no lines of its own, and does nothing to the terminal of who reads.
+#[test]
+fn names_that_are_told_forge_nothing() {
+    let mount = Mount::with(Options::new(64, 128).arg("--log-level=debug"));
+    let name = "d\n1.000 lost everything\r\u{1b}[2J\u{9b}2J\u{202e}\\";
+    let shown = r"d\n1.000 lost everything\r\u{1b}[2J\u{9b}2J\u{202e}\\";
+    fs::create_dir(mount.at(name)).unwrap();
+    // An event: its directory goes while it is being written.
+    let file = File::create_new(mount.at(name).join(name)).unwrap();
+    fs::remove_dir(mount.at(name)).unwrap();
+    drop(file);
+    let events = mount.events();
+    assert!(events.contains(&format!(" discarded {shown}/{shown}: ")), "{events:?}");
+    assert!(
+        !events.chars().any(|char| char != '\n' && (char.is_control() || char == '\u{202e}')),
+        "{events:?}"
+    );
+    assert!(!events.lines().any(|line| line.starts_with("1.000")), "{events:?}");
+    // A line of the log: it is evicted.
+    fs::write(mount.at(name), bytes(1, 1 << 20)).unwrap();
+    mount.drain();
+    for at in 0..192 {
+        fs::write(mount.at(&format!("f{at}")), bytes(at, 1 << 20)).unwrap();
+    }
+    assert!(!mount.at(name).exists(), "it was the least recently used");
+    let log = mount.log();
+    assert!(log.contains(&format!("evict {shown}\n")), "{log:?}");
+    assert!(!log.lines().any(|line| line.starts_with("1.000")), "{log:?}");
+    assert!(!log.contains(['\u{9b}', '\r', '\u{202e}']), "{log:?}");
 }

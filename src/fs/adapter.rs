@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dashmap::DashMap;
@@ -21,7 +21,7 @@ use crate::control::{Control, Opened as OpenedControl};
 use crate::store::attr::{Attr, Change, Entry, NAME_MAX};
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
-use crate::store::{Answer, Caller, Handle, Store};
+use crate::store::{Answer, Caller, Handle, Opened, Store};
 
 /// Largest write and read in one request.
 const TRANSFER_MAX: u32 = 1 << 20;
@@ -57,6 +57,8 @@ pub struct KvFs {
     control: Arc<Control>,
     handles: DashMap<u64, Open>,
     next_handle: AtomicU64,
+    /// The kernel has refused a backing file, and it has been said.
+    backing_refused: AtomicBool,
 }
 
 fn fuse_errno(errno: Errno) -> FuseErrno {
@@ -145,7 +147,13 @@ fn reply_empty(reply: ReplyEmpty, result: Result<(), Errno>) {
 
 impl KvFs {
     pub fn new(store: Arc<Store>, control: Arc<Control>) -> Self {
-        Self { store, control, handles: DashMap::new(), next_handle: AtomicU64::new(1) }
+        Self {
+            store,
+            control,
+            handles: DashMap::new(),
+            next_handle: AtomicU64::new(1),
+            backing_refused: AtomicBool::new(false),
+        }
     }
 
     fn add(&self, open: Open) -> FileHandle {
@@ -162,6 +170,16 @@ impl KvFs {
         match self.get(fh) {
             Some(Open::File(handle)) => Ok(handle),
             _ => Err(Errno::EBADF),
+        }
+    }
+
+    /// Passthrough worked when the mount was made, and does not for some file. It is read all the same (rule R17).
+    fn note_refused_backing(&self, error: &io::Error) {
+        if !self.backing_refused.swap(true, Ordering::Relaxed) {
+            log::warn!("the kernel refuses passthrough for a file: {error} (said once); the daemon reads it");
+            self.control.without(format!(
+                "passthrough for some files (the kernel refused it: {error}): reads of them go through the daemon"
+            ));
         }
     }
 
@@ -216,7 +234,9 @@ impl Filesystem for KvFs {
         }
     }
 
-    fn forget(&self, _req: &Request, _ino: INodeNo, _nlookup: u64) {}
+    fn forget(&self, _req: &Request, ino: INodeNo, nlookup: u64) {
+        self.store.forget(ino.0, nlookup);
+    }
 
     fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
         reply_attr(reply, self.control.getattr(ino.0).unwrap_or_else(|| self.store.getattr(ino.0)));
@@ -350,37 +370,33 @@ impl Filesystem for KvFs {
                 Err(errno) => reply.error(fuse_errno(errno)),
             };
         }
-        let opened = match self.store.open(ino.0, flags.0, &caller(req)) {
+        let Opened { mut handle, slab } = match self.store.open(ino.0, flags.0, &caller(req)) {
             Ok(opened) => opened,
             Err(errno) => return reply.error(fuse_errno(errno)),
         };
         // Only what was written needs to know of each close (fact 6).
-        let quiet = if opened.handle.writer { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
-        let Some(slab) = opened.slab else {
-            let fh = self.add(Open::File(Arc::new(opened.handle)));
-            return reply.opened(fh, quiet | FopenFlags::FOPEN_DIRECT_IO);
-        };
-        let mut backing = slab.backing_slot().lock();
-        if backing.is_none() {
-            match reply.open_backing(slab.backing_fd()) {
-                Ok(id) => *backing = Some(Box::new(id)),
-                Err(error) => {
-                    log::error!("passthrough open: {error}");
-                    self.store.open_failed(&opened.handle);
-                    return reply.error(FuseErrno::EIO);
+        let quiet = if handle.writer { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
+        if let Some(slab) = slab {
+            let mut backing = slab.backing_slot().lock();
+            // Another open of this inode number may have failed meanwhile: all of them are served in one way (rule R3b).
+            let passthrough = self.store.reads_by_passthrough(&handle);
+            if passthrough && backing.is_none() {
+                match reply.open_backing(slab.backing_fd()) {
+                    Ok(id) => *backing = Some(Box::new(id)),
+                    Err(error) => self.note_refused_backing(&error),
                 }
             }
-        }
-        match backing.as_ref().and_then(|id| id.downcast_ref::<BackingId>()) {
-            Some(id) => {
-                let fh = self.add(Open::File(Arc::new(opened.handle)));
-                reply.opened_passthrough(fh, quiet, id);
-            }
-            None => {
-                self.store.open_failed(&opened.handle);
-                reply.error(FuseErrno::EIO);
+            match backing.as_ref().filter(|_| passthrough).and_then(|id| id.downcast_ref::<BackingId>()) {
+                Some(id) => {
+                    let fh = self.add(Open::File(Arc::new(handle)));
+                    return reply.opened_passthrough(fh, quiet, id);
+                }
+                // No open of this number has been answered with passthrough, so the mode can still be the other.
+                None => self.store.read_directly(&mut handle),
             }
         }
+        let fh = self.add(Open::File(Arc::new(handle)));
+        reply.opened(fh, quiet | FopenFlags::FOPEN_DIRECT_IO);
     }
 
     fn read(

@@ -88,6 +88,7 @@ pub struct Gone {
 struct Former {
     parent: NodeId,
     name: Box<[u8]>,
+    uid: u32,
     /// The version that took its place, and may have been renamed since: the kernel's name for both was renamed with it.
     successor: Option<NodeId>,
 }
@@ -125,9 +126,9 @@ impl Core {
         if node.kind() != Kind::File {
             return;
         }
-        let (own, shown) = (self.id(idx).0, self.ino(idx));
+        let (own, shown, uid) = (self.id(idx).0, self.ino(idx), node.uid);
         let Some((parent, name)) = self.place_of(idx) else { return };
-        let former = Former { parent, name, successor: successor.map(|idx| self.id(idx)) };
+        let former = Former { parent, name, uid, successor: successor.map(|idx| self.id(idx)) };
         if shown != own {
             self.gone.push(shown, former.clone());
         }
@@ -156,14 +157,18 @@ impl Core {
         Some((former.parent, former.name.clone()))
     }
 
-    /// The node behind an inode number, or the version that has its name now: what asks for attributes before it opens
-    /// must not use up the one time that ESTALE is answered.
-    pub fn resolve_current(&self, ino: u64) -> Result<Idx, Errno> {
-        self.resolve(ino).or_else(|errno| {
-            let (parent, name) = self.former_place(ino).ok_or(errno)?;
-            let parent = self.by_id(parent).ok_or(errno)?;
-            self.tree.child(parent, &name).filter(|&idx| self.node(idx).kind() == Kind::File).ok_or(errno)
-        })
+    /// The version that has the name now of one that is gone, by its inode number, if it has the same owner: what asks
+    /// for attributes before it opens must not use up the one time that ESTALE is answered.
+    ///
+    /// For attributes only. The kernel checks what a caller may do against the inode that it has, and somebody may have
+    /// kept one whose name is another's file by now: nothing else may be asked of that file, or done to it, under a
+    /// number that is not its own.
+    pub fn successor(&self, ino: u64) -> Option<Idx> {
+        let uid = self.gone.names.get(&ino)?.uid;
+        let (parent, name) = self.former_place(ino)?;
+        let now = self.tree.child(self.by_id(parent)?, &name)?;
+        let node = self.node(now);
+        (node.kind() == Kind::File && node.uid == uid).then_some(now)
     }
 
     /// The answer to an open of a version that is gone.
@@ -307,6 +312,9 @@ impl Core {
         self.widen_record(visible, more)?;
         let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
         self.node_mut(new).xattrs = xattrs;
+        if let Some(private) = self.hot_mut(new).private_mut() {
+            private.replaces = Some(owner.0);
+        }
         self.recount(new);
         Ok(new)
     }

@@ -142,10 +142,14 @@ impl Core {
             .sum()
     }
 
-    pub fn entry(&self, idx: Idx, shown: bool) -> Entry {
+    /// What the kernel is told of a name. It knows the inode number from then on, until it says that it forgets it.
+    pub fn entry(&mut self, idx: Idx, shown: bool) -> Entry {
         let mut attr = self.attr(idx);
         // Where a link leads, the kernel finds out without us; a version that is closed may take its place.
         let shown = shown && self.node(idx).kind() != Kind::Symlink;
+        if let Some(alias) = self.aliases.get_mut(&attr.ino) {
+            alias.lookups += 1;
+        }
         if !shown {
             attr.ttl = Duration::ZERO;
         }
@@ -269,8 +273,14 @@ const PUBLISH: &[u8] = b"user.kv.publish";
 impl Store {
     pub fn getattr(self: &Arc<Self>, ino: u64) -> Result<Attr, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
-        let mut attr = core.attr(idx);
+        let mut attr = match core.resolve(ino) {
+            Ok(idx) => core.attr(idx),
+            Err(errno) => {
+                let successor = core.successor(ino).ok_or(errno)?;
+                // For this once: it is not what the kernel has.
+                Attr { ttl: Duration::ZERO, ..core.attr(successor) }
+            }
+        };
         attr.ino = ino;
         Ok(attr)
     }
@@ -278,7 +288,7 @@ impl Store {
     /// Everything but the size.
     pub fn setattr(self: &Arc<Self>, ino: u64, change: Change) -> Result<Attr, Errno> {
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             let node = core.node_mut(idx);
             if let Some(mode) = change.mode {
                 node.mode = (mode & 0o7777) as u16;
@@ -312,7 +322,7 @@ impl Store {
 
     pub fn readlink(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        match &core.node(core.resolve_current(ino)?).detail {
+        match &core.node(core.resolve(ino)?).detail {
             Detail::Symlink(target) => Ok(target.to_vec()),
             _ => Err(Errno::EINVAL),
         }
@@ -320,7 +330,7 @@ impl Store {
 
     pub fn getxattr(self: &Arc<Self>, ino: u64, name: &[u8]) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
+        let idx = core.resolve(ino)?;
         core.own_xattr(idx, name)
             .or_else(|| core.node(idx).xattr(name).map(<[u8]>::to_vec))
             .ok_or(Errno::ENODATA)
@@ -328,7 +338,7 @@ impl Store {
 
     pub fn listxattr(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
+        let idx = core.resolve(ino)?;
         let file = core.node(idx).kind() == Kind::File;
         let own = OWN.iter().filter(|name| file && (**name != CRC || core.has_crc(idx))).copied();
         let theirs = core.node(idx).xattrs.iter().flat_map(|list| list.iter().map(|(name, _)| &**name));
@@ -346,7 +356,7 @@ impl Store {
             return Err(Errno::E2BIG);
         }
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             Self::check_own(core.node(idx), name, Some(value))?;
             let node = core.node_mut(idx);
             let exists = node.xattr(name).is_some();
@@ -380,7 +390,7 @@ impl Store {
 
     pub fn removexattr(self: &Arc<Self>, ino: u64, name: &[u8]) -> Result<(), Errno> {
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             Self::check_own(core.node(idx), name, None)?;
             let node = core.node_mut(idx);
             if !node.remove_xattr(name) {

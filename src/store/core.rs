@@ -34,6 +34,8 @@ pub struct Settings {
     /// There is no L2: what leaves L1 is gone.
     pub memory_only: bool,
     pub evict: bool,
+    /// Owners and modes count: the kernel checks them (`--default-permissions`).
+    pub permissions: bool,
     pub small_file_max: u64,
     pub slab_file_max: u64,
     pub dirty_limit_pages: u64,
@@ -145,6 +147,14 @@ impl Room {
     }
 }
 
+/// A further inode number of a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Alias {
+    pub id: NodeId,
+    /// How often the kernel was told of it and has not forgotten it since.
+    pub lookups: u64,
+}
+
 pub struct Core {
     pub tree: Tree,
     pub pool: Arc<Pool>,
@@ -180,7 +190,7 @@ pub struct Core {
     /// Those who were sent to look again, and the names of what they did not find.
     pub expected: Vec<Expected>,
     pub gone: Gone,
-    pub aliases: HashMap<u64, NodeId>,
+    pub aliases: HashMap<u64, Alias>,
     pub next_alias: u64,
     /// Durability failed once: reads go on, what was published is not stored any more.
     pub poisoned: bool,
@@ -269,7 +279,8 @@ impl Core {
         if ino == ROOT_INO {
             return Ok(ROOT);
         }
-        let id = if ino >= ALIAS_BASE { *self.aliases.get(&ino).ok_or(Errno::ESTALE)? } else { NodeId(ino) };
+        let id =
+            if ino >= ALIAS_BASE { self.aliases.get(&ino).ok_or(Errno::ESTALE)?.id } else { NodeId(ino) };
         self.by_id(id).ok_or(Errno::ESTALE)
     }
 
@@ -459,18 +470,21 @@ impl Core {
         }
     }
 
-    /// The directory and name that a node has, or will have once it is published.
+    /// The directory and name that a node has, had, or will have once it is published. [`NONE`]: that directory is gone,
+    /// or no name is left that it could get.
     pub fn home(&self, idx: Idx) -> (Idx, &[u8]) {
         let node = self.node(idx);
         match node.hot.as_ref().and_then(|hot| hot.private()) {
             Some(private) => (private.parent, &private.name),
-            None => (node.parent, &node.name),
+            None => (self.tree.parent(idx).unwrap_or(NONE), &node.name),
         }
     }
 
+    /// Whose bytes `idx` holds. What is nowhere in the tree shares its memory with nothing.
     pub fn owner(&self, idx: Idx) -> Owner {
         let (parent, _) = self.home(idx);
-        Owner { uid: self.node(idx).uid, namespace: u64::from(self.tree.namespace(parent)) }
+        let namespace = self.tree.namespace(parent).unwrap_or_else(|| self.id(idx));
+        Owner { uid: self.node(idx).uid, namespace: namespace.0 }
     }
 
     /// A version is under construction from here on.
@@ -549,6 +563,9 @@ impl Core {
         self.tree.unlink(idx);
         self.node_mut(idx).set(MOVED, by_us);
         self.touch_dir(parent);
+        if self.node(idx).kind() == Kind::Dir {
+            self.discard_privates_in(idx);
+        }
         let mut old = match &mut self.node_mut(idx).hot {
             Some(hot) => std::mem::take(&mut hot.supersedes),
             None => Vec::new(),
@@ -746,9 +763,8 @@ impl Core {
 
     /// The kernel must not believe in the name any longer.
     pub fn invalidate(&mut self, idx: Idx) {
-        let node = self.node(idx);
-        let (parent, name) = (node.parent, node.name.clone());
-        if let Some(parent) = self.tree.nodes.get(parent).map(|_| self.ino(parent)) {
+        let name = self.node(idx).name.clone();
+        if let Some(parent) = self.tree.parent(idx).map(|parent| self.ino(parent)) {
             self.effects.push(Effect::Invalidate { parent, name });
         }
     }

@@ -106,12 +106,17 @@ impl Block {
 /// What is known of whoever created a private file.
 #[derive(Debug)]
 pub struct Private {
-    /// Where the name will appear.
+    /// Where the name will appear: a directory that is there (it takes its private files with it when it goes), or
+    /// [`NONE`] for a file that has lost its name.
     pub parent: Idx,
     pub name: Box<[u8]>,
     /// Thread and process that created it; 0 where they cannot be known.
     pub tid: u32,
     pub tgid: u32,
+    /// The user who created it.
+    pub uid: u32,
+    /// The owner of the version that it was made to replace, which that user may write.
+    pub replaces: Option<u32>,
     /// The name is reserved for everybody (O_EXCL).
     pub exclusive: bool,
     /// Some descriptor of it was closed and no write came since.
@@ -202,7 +207,7 @@ pub struct PendingRead {
 /// A lookup that waits for a release.
 pub struct PendingLookup {
     pub caller: Caller,
-    pub parent: Idx,
+    pub parent: NodeId,
     pub name: Box<[u8]>,
     pub reply: EntryReply,
     pub deadline: Instant,
@@ -215,6 +220,8 @@ pub struct Hot {
     pub slab: Option<Slab>,
     /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
     pub mixed: bool,
+    /// The kernel has refused to read from the slab by itself.
+    pub no_passthrough: bool,
     /// Bytes of the slab, from its start, whose content is defined. Beyond, up to the file's size, are zeros
     /// that nobody has written into recycled memory yet. Only while unsealed.
     pub valid_to: u64,
@@ -307,6 +314,7 @@ impl Hot {
             building: None,
             slab: None,
             mixed: false,
+            no_passthrough: false,
             valid_to: 0,
             blocks: Vec::new(),
             opened: SmallVec::new(),

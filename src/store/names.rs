@@ -94,6 +94,15 @@ impl Core {
             .copied()
     }
 
+    /// Whether `uid` may remove `victim` from `parent`: the kernel's check in directories with the sticky bit, which it
+    /// cannot make of what has appeared since it looked, or under a name that leads its caller to something else.
+    pub fn may_remove(&self, parent: Idx, victim: Idx, uid: u32) -> bool {
+        let dir = self.node(parent);
+        !self.settings.permissions
+            || dir.mode & 0o1000 == 0
+            || [0, dir.uid, self.node(victim).uid].contains(&uid)
+    }
+
     /// Takes the name from a private version; it goes on as a file without a name.
     fn forget_private(&mut self, idx: Idx) {
         self.remember_name(idx, None);
@@ -109,7 +118,11 @@ impl Core {
         check_name(name)?;
         let parent = self.resolve_dir(parent)?;
         let mine = self.own_private(parent, name, caller, true);
-        let visible = self.tree.child(parent, name);
+        let visible = self
+            .tree
+            .child(parent, name)
+            // What the kernel has checked is the caller's own version.
+            .filter(|&idx| mine.is_none() || self.may_remove(parent, idx, caller.uid));
         if mine.is_none() && visible.is_none() {
             return Err(Errno::ENOENT);
         }
@@ -119,7 +132,7 @@ impl Core {
         if let Some(idx) = mine {
             self.forget_private(idx);
         }
-        self.outdate(parent, name, NONE, self.closes);
+        self.outdate(parent, name, NONE, self.closes, caller.uid);
         if let Some(idx) = visible {
             self.node_mut(idx).ctime = now();
             self.counters.unlinked += 1;
@@ -171,11 +184,12 @@ impl Core {
                 return Err(Errno::EISDIR);
             }
             self.tree.remove_private(idx, parent, name);
-            self.outdate(parent, name, idx, self.closes);
-            self.outdate(new_parent, new_name, idx, self.closes);
+            self.outdate(parent, name, idx, self.closes, caller.uid);
+            self.outdate(new_parent, new_name, idx, self.closes, caller.uid);
             self.tree.add_private(idx, new_parent, new_name);
             if self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.flushed)
                 && let Some(older) = self.tree.child(parent, name)
+                && self.may_remove(parent, older, caller.uid)
             {
                 // To its maker it was what the name led to.
                 self.drop_name(older, Some(idx), false);
@@ -208,8 +222,8 @@ impl Core {
             let successor = (!self.node(idx).has(DURABLE)).then_some(idx);
             self.drop_name(target, successor, false);
         }
-        self.outdate(parent, name, idx, self.closes);
-        self.outdate(new_parent, new_name, idx, self.closes);
+        self.outdate(parent, name, idx, self.closes, caller.uid);
+        self.outdate(new_parent, new_name, idx, self.closes, caller.uid);
         self.tree.unlink(idx);
         self.touch_dir(parent);
         self.tree.link(idx, new_parent, new_name);

@@ -127,7 +127,7 @@ pub const DURABLE: u8 = 2;
 pub const META_DIRTY: u8 = 4;
 /// It lost its name by our doing (eviction, a newer version): opening it sends the kernel to look again.
 pub const MOVED: u8 = 8;
-/// Written in place block by block: no passthrough, and a bad block is only that block's loss.
+/// In shared use or large: written in place block by block. No passthrough, and a bad block is only that block's loss.
 pub const SLOT: u8 = 16;
 /// Its bytes went bad or could not be stored; it is being removed.
 pub const LOST: u8 = 32;
@@ -154,7 +154,10 @@ pub type Xattrs = Vec<(Box<[u8]>, Box<[u8]>)>;
 #[derive(Debug)]
 pub struct Node {
     pub generation: u32,
+    /// The directory that it is or was in. Once it has no name that may be gone, and another directory at its position:
+    /// [`Tree::parent`](super::tree::Tree::parent) tells.
     pub parent: Idx,
+    pub parent_generation: u32,
     pub name: Box<[u8]>,
     /// Cookie in the parent's list of children.
     pub seq: u64,
@@ -185,6 +188,7 @@ impl Node {
         Self {
             generation: 0,
             parent: NONE,
+            parent_generation: 0,
             name: Box::default(),
             seq: 0,
             size: 0,

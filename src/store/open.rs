@@ -19,7 +19,7 @@ use nix::errno::Errno;
 
 use super::again::{Expected, Intent};
 use super::attr::Entry;
-use super::core::{Core, now};
+use super::core::{Alias, Core, now};
 use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
 use super::lists::Droppable;
 use super::names::check_name;
@@ -104,7 +104,7 @@ impl Core {
         reply: EntryReply,
     ) {
         let deadline = Instant::now() + self.settings.publish_wait;
-        let id = self.id(idx);
+        let (id, parent) = (self.id(idx), self.id(parent));
         self.hot_mut(idx).lookups.push(PendingLookup {
             caller: *caller,
             parent,
@@ -121,6 +121,10 @@ impl Core {
     pub fn answer_lookups(&mut self, idx: Idx) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
         for PendingLookup { caller, parent, name, reply, .. } in std::mem::take(&mut hot.lookups) {
+            let Some(parent) = self.by_id(parent) else {
+                self.reply(move || reply(Err(Errno::ENOENT)));
+                continue;
+            };
             let again = self.look_again(parent, &name, &caller);
             let answer = match again.or_else(|| self.tree.child(parent, &name)) {
                 Some(found) if again.is_some() => Ok(self.entry(found, false)),
@@ -148,6 +152,8 @@ impl Core {
             name: name.into(),
             tid: caller.tid,
             tgid,
+            uid: caller.uid,
+            replaces: None,
             exclusive,
             flushed: false,
             closed: 0,
@@ -192,9 +198,12 @@ impl Core {
             return Err(self.send_again(dir, name, Intent::of(flags), caller, tgid));
         }
         let (gid, mode) = self.inherited(parent, caller, mode, false);
-        let shared = self.tree.posix(parent) || (!exclusive && flags & libc::O_TRUNC == 0);
+        let for_sharing = !exclusive && flags & libc::O_TRUNC == 0;
+        let shared = for_sharing || self.tree.posix(parent);
         let idx = if shared {
             let idx = self.new_node(Detail::File, mode, caller.uid, gid, name.len())?;
+            // Whoever opens it finds this very inode, whatever is in it: locks exclude, writers meet.
+            self.node_mut(idx).set(SLOT, for_sharing);
             self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Open)));
             self.tree.link(idx, parent, name);
             self.touch_dir(parent);
@@ -332,6 +341,7 @@ impl Core {
                     && hot.writers == 0
                     && hot.promised == 0
                     && hot.base.is_none()
+                    && !hot.no_passthrough
                     && hot.whole_slab(node.size)
             })
     }
@@ -480,12 +490,36 @@ impl Core {
         if hot.alias_made.is_some_and(|made| at.duration_since(made) < ALIAS_EVERY) {
             return false;
         }
-        hot.alias = Some(alias);
+        let before = hot.alias.replace(alias);
         hot.alias_made = Some(at);
+        if let Some(before) = before
+            && self.aliases.get(&before).is_some_and(|alias| alias.lookups == 0)
+        {
+            // Whoever was sent to look for it never came.
+            self.aliases.remove(&before);
+        }
         self.next_alias = (self.next_alias + 1).max(ALIAS_BASE);
-        self.aliases.insert(alias, id);
+        self.aliases.insert(alias, Alias { id, lookups: 0 });
         self.counters.aliases += 1;
         true
+    }
+
+    /// The kernel does not know an inode number any more that it was told `lookups` times.
+    fn forget(&mut self, ino: u64, lookups: u64) {
+        let Some(alias) = self.aliases.get_mut(&ino) else { return };
+        alias.lookups = alias.lookups.saturating_sub(lookups);
+        if alias.lookups > 0 {
+            return;
+        }
+        let id = alias.id;
+        self.aliases.remove(&ino);
+        let Some(idx) = self.by_id(id) else { return };
+        if let Some(hot) = self.node_mut(idx).hot.as_mut()
+            && hot.alias == Some(ino)
+        {
+            hot.alias = None;
+            self.tidy(idx);
+        }
     }
 
     fn release(&mut self, handle: &Handle) {
@@ -599,9 +633,30 @@ impl Store {
         self.with(|core| core.open(ino, flags, caller, tgid))
     }
 
-    /// A passthrough open that could not be answered after all.
-    pub fn open_failed(self: &Arc<Self>, handle: &Handle) {
-        self.release(handle);
+    /// Whether the handles of the inode number that `handle` was opened under are to be served by passthrough.
+    pub fn reads_by_passthrough(self: &Arc<Self>, handle: &Handle) -> bool {
+        let core = self.lock();
+        let hot = core.by_id(handle.id).and_then(|idx| core.hot(idx));
+        hot.is_some_and(|hot| {
+            hot.opened.iter().any(|opened| opened.ino == handle.ino && opened.mode == Mode::Passthrough)
+        })
+    }
+
+    /// A passthrough open, of which the kernel has not been told, that is to be served by the daemon after all. So are
+    /// the others under its inode number, which wait for this one, and all that come while the file stays in L1.
+    pub fn read_directly(self: &Arc<Self>, handle: &mut Handle) {
+        handle.mode = Mode::Direct;
+        self.with(|core| {
+            core.counters.opens_passthrough -= 1;
+            core.counters.opens_direct += 1;
+            let Some(idx) = core.by_id(handle.id) else { return };
+            let hot = core.hot_mut(idx);
+            hot.no_passthrough = true;
+            if let Some(opened) = hot.opened.iter_mut().find(|opened| opened.ino == handle.ino) {
+                opened.mode = Mode::Direct;
+            }
+            core.tidy(idx);
+        });
     }
 
     /// A descriptor of the file was closed. Whether that was its maker dying shows only now.
@@ -629,6 +684,13 @@ impl Store {
                 private.killed |= killed;
             }
         });
+    }
+
+    /// The other inode numbers need nobody to remember them.
+    pub fn forget(self: &Arc<Self>, ino: u64, lookups: u64) {
+        if ino >= ALIAS_BASE {
+            self.with(|core| core.forget(ino, lookups));
+        }
     }
 
     pub fn release(self: &Arc<Self>, handle: &Handle) {

@@ -16,14 +16,16 @@ impl Core {
     pub fn complete(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
         match &hot.phase {
-            Phase::Private(private)
-                if private.killed || private.lacks.is_some() || !private.opened || private.parent == NONE =>
-            {
-                self.discard(idx);
+            Phase::Private(private) if private.killed => {
+                self.discard(idx, Some("its writer was killed before it closed the file"));
             }
+            Phase::Private(private) if private.lacks.is_some() => {
+                self.discard(idx, Some("a write to it failed, so it is not whole"));
+            }
+            Phase::Private(private) if !private.opened || private.parent == NONE => self.discard(idx, None),
             // The version of its name that was closed after it is there already (R1: the last complete one wins).
             Phase::Private(private) if private.closed > 0 && private.closed <= private.outdated => {
-                self.discard(idx);
+                self.discard(idx, None);
             }
             Phase::Private(_) => {
                 // If it could not be shown, it may be gone by now.
@@ -38,8 +40,8 @@ impl Core {
         }
     }
 
-    /// Gives a private version up: nobody ever saw it.
-    fn discard(&mut self, idx: Idx) {
+    /// Gives a private version up: nobody ever saw it. `why`, if its writer expects something else.
+    fn discard(&mut self, idx: Idx, why: Option<&str>) {
         // Its maker may have found it just now, before its RELEASE came, and be about to open it.
         let (parent, name) = self.home(idx);
         let instead = if parent == NONE { None } else { self.tree.child(parent, name) };
@@ -48,18 +50,15 @@ impl Core {
         let hot = self.hot_mut(idx);
         if let Some(private) = hot.private_mut() {
             let (parent, name) = (private.parent, std::mem::take(&mut private.name));
-            let why = if private.killed {
-                Some("its writer was killed before it closed the file")
-            } else {
-                private.lacks.as_ref().map(|_| "a write to it failed, so it is not whole")
-            };
             private.parent = NONE;
             if parent != NONE {
+                // An fsync of whoever still has it open must not say that it is kept.
+                hot.failed |= why.is_some();
                 self.tree.remove_private(idx, parent, &name);
                 if let Some(why) = why {
                     self.counters.discarded += 1;
-                    let path = self.tree.path(parent);
-                    self.event(format!("discarded {path}/{}: {why}", String::from_utf8_lossy(&name)));
+                    let path = self.tree.path_of(parent, &name);
+                    self.event(format!("discarded {path}: {why}"));
                 }
             }
         }
@@ -67,29 +66,35 @@ impl Core {
         self.reap(idx);
     }
 
+    /// The directory `parent` is gone. Files that are being written there have lost the place where they would appear,
+    /// and with it their claim to a name: the directory's position will be another's.
+    pub fn discard_privates_in(&mut self, parent: Idx) {
+        let all: Vec<Idx> = self.tree.privates_in(parent).map(|(idx, _)| idx).collect();
+        for idx in all {
+            let expected = self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.opened);
+            self.discard(idx, expected.then_some("its directory was removed"));
+        }
+    }
+
     /// Makes a private version visible under its name, in place of what is there. Whether it could.
     fn show(&mut self, idx: Idx) -> bool {
-        let hot = self.hot_mut(idx);
-        let Some(private) = hot.private_mut() else { return true };
-        let (parent, name, closed) = (private.parent, std::mem::take(&mut private.name), private.closed);
-        private.parent = NONE;
-        self.tree.remove_private(idx, parent, &name);
-        self.outdate(parent, &name, idx, closed);
-        let alive =
-            self.tree.nodes.get(parent).is_some_and(|node| {
-                node.kind() == Kind::Dir && (parent == super::node::ROOT || node.has(NAMED))
-            });
+        let Some(private) = self.hot(idx).and_then(|hot| hot.private()) else { return true };
+        let (parent, name, closed) = (private.parent, private.name.clone(), private.closed);
+        let (by, replaces) = (private.uid, private.replaces);
         let target = self.tree.child(parent, &name);
-        let blocked = target.is_some_and(|target| self.node(target).kind() == Kind::Dir);
-        if !alive || blocked {
-            let why = if alive { "a directory has that name" } else { "its directory is gone" };
-            let path = self.tree.path(parent);
-            self.event(format!("discarded {path}/{}: {why}", String::from_utf8_lossy(&name)));
-            self.counters.discarded += 1;
-            self.answer_lookups(idx);
-            self.reap(idx);
+        let refused = target.and_then(|target| {
+            if self.node(target).kind() == Kind::Dir {
+                return Some("a directory has that name");
+            }
+            let may = self.may_remove(parent, target, by) || replaces == Some(self.node(target).uid);
+            (!may).then_some("a file of another user has that name")
+        });
+        if refused.is_some() {
+            self.discard(idx, refused);
             return false;
         }
+        self.tree.remove_private(idx, parent, &name);
+        self.outdate(parent, &name, idx, closed, by);
         self.hot_mut(idx).phase = Phase::Open;
         if let Some(target) = target {
             self.drop_name(target, Some(idx), true);
@@ -105,10 +110,12 @@ impl Core {
         true
     }
 
-    /// Versions of `name` that were closed by then, and whose RELEASE is still on its way, come too late.
-    pub fn outdate(&mut self, parent: Idx, name: &[u8], but: Idx, closed: u64) {
+    /// Versions of `name` that were closed by then, and whose RELEASE is still on its way, come too late, as far as the
+    /// user `by` may have them removed.
+    pub fn outdate(&mut self, parent: Idx, name: &[u8], but: Idx, closed: u64, by: u32) {
         for idx in self.tree.privates(parent, name).to_vec() {
             if idx != but
+                && self.may_remove(parent, idx, by)
                 && let Some(private) = self.hot_mut(idx).private_mut()
             {
                 private.outdated = private.outdated.max(closed);

@@ -121,6 +121,7 @@ impl Core {
             hot.slab = None;
             hot.valid_to = 0;
             hot.mixed = false;
+            hot.no_passthrough = false;
             for block in hot.blocks.iter_mut().filter(|block| matches!(block.mem, Mem::Slab)) {
                 block.mem = Mem::None;
             }

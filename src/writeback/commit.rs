@@ -59,7 +59,12 @@ impl Core {
             mode: node.mode,
             uid: node.uid,
             gid: node.gid,
-            parent: if node.parent == ROOT || idx == ROOT { 0 } else { self.id(node.parent).0 },
+            // For a version that has lost its name and is still needed, this may be a directory that is gone.
+            parent: if node.parent == ROOT || idx == ROOT {
+                0
+            } else {
+                NodeId::new(node.parent, node.parent_generation).0
+            },
             seq: node.seq,
             size,
             mtime: node.mtime,
