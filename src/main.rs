@@ -25,7 +25,7 @@ fn act(action: Action) -> Result<()> {
             let outcome = logging::init(&config).and_then(|()| daemon::run(*config, &mut ready));
             ready.finish(outcome)
         }
-        Action::Unmount { mountpoint, lazy } => mount::unmount(&mountpoint, lazy),
+        Action::Unmount { mountpoint, how } => mount::unmount(&mountpoint, how),
         Action::Show(text) => text.show(),
     }
 }

@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
 
 pub mod run;
+pub mod wedge;
 
 use std::fs;
 use std::io::Read;
