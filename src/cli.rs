@@ -45,6 +45,9 @@ enum Command {
     },
     /// Print the version.
     Version,
+    /// What the daemon starts to watch over its mount; see the option --guard.
+    #[command(hide = true)]
+    Guard { mountpoint: PathBuf, daemon: i32 },
 }
 
 /// Options may also stand in a TOML file (`dirty_limit = "2GiB"`) or in the environment
@@ -72,6 +75,11 @@ pub enum Action {
     Unmount {
         mountpoint: PathBuf,
         how: How,
+    },
+    /// Watch over the mount of the daemon that has started us.
+    Guard {
+        mountpoint: PathBuf,
+        daemon: i32,
     },
     Show(Text),
 }
@@ -129,6 +137,7 @@ pub fn parse(
             };
             Ok(Action::Unmount { mountpoint, how })
         }
+        Command::Guard { mountpoint, daemon } => Ok(Action::Guard { mountpoint, daemon }),
         Command::Version => {
             let version = Cli::try_parse_from(["kvcachefs", "--version"]).err();
             version.map(|text| Action::Show(Text(text))).ok_or_else(|| Error::new("version", "is unknown"))

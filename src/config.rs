@@ -109,6 +109,8 @@ pub struct Config {
     pub log_file: Option<PathBuf>,
     /// Default: info.
     pub log_level: LevelFilter,
+    /// Start a guard that cuts the connection when the daemon has died. Default: true.
+    pub guard: bool,
     /// Threads that read requests; each owns a buffer of 16 MiB. Default: one a core, 2 to 8.
     pub threads: usize,
     /// Things that the user should know about the configuration, each one line for the log.
@@ -323,6 +325,7 @@ impl Config {
             pid_file: take!(layers.pid_file).map(|path| absolute("--pid-file", path)).transpose()?,
             log_file: take!(layers.log_file).map(|path| absolute("--log-file", path)).transpose()?,
             log_level: take!(layers.log_level).unwrap_or(LevelFilter::Info),
+            guard: take!(layers.guard).unwrap_or(true),
             threads: take!(layers.threads).unwrap_or_else(|| host.cores.clamp(2, 8)),
             notes: Vec::new(),
             sources: layers.sources,
@@ -465,7 +468,7 @@ impl Config {
         let path = |path: &Path| text(&path.display());
         let period = |duration: Duration| text(&Period(duration));
         let stores = self.l2.iter().map(|spec| text(spec)).collect::<Vec<_>>().join(", ");
-        let rows: [(&str, Option<String>); 32] = [
+        let rows: [(&str, Option<String>); 33] = [
             ("mountpoint", Some(path(&self.mountpoint))),
             ("l1", Some(text(&self.l1))),
             ("l2", Some(format!("[{stores}]"))),
@@ -497,6 +500,7 @@ impl Config {
             ("pid_file", self.pid_file.as_deref().map(path)),
             ("log_file", self.log_file.as_deref().map(path)),
             ("log_level", Some(text(&self.log_level.as_str().to_ascii_lowercase()))),
+            ("guard", Some(self.guard.to_string())),
             ("threads", Some(self.threads.to_string())),
         ];
         let mut out = String::new();

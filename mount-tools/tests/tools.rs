@@ -213,7 +213,7 @@ fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
 fn a_wedged_mount_is_told_and_cut_off_and_nobody_hangs() {
     let place = Place::new();
     let shown = place.mnt().display().to_string();
-    let mut mount = kvctl(&["mount", "--l1=64MiB", "--log-level=error"]);
+    let mut mount = kvctl(&["mount", "--l1=64MiB", "--log-level=error", "--guard=false"]);
     succeeds(mount.args(wedge::OPTIONS).arg("--l2").arg(place.store()).arg(place.mnt()));
     let daemon = place.pid();
     let mut wedged = wedge::Wedged::make(&place.mnt(), daemon);

@@ -163,6 +163,11 @@ pub struct Layer {
     #[serde(deserialize_with = "log_level")]
     pub log_level: Option<LevelFilter>,
 
+    /// Have a small process (kvcachefs-guard) cut the mount off when the daemon has died, so that clients get an error at
+    /// once and never hang. Default: true.
+    #[arg(long, value_name = "BOOL", help_heading = RUNNING, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
+    pub guard: Option<bool>,
+
     /// Threads that take requests from the kernel. Each owns a 16 MiB buffer. Default: one a core, 2 to 8.
     #[arg(long, value_name = "N", help_heading = RUNNING)]
     pub threads: Option<usize>,
@@ -324,6 +329,7 @@ impl Layer {
             pid_file,
             log_file,
             log_level,
+            guard,
             threads
         )
     }
