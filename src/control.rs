@@ -416,6 +416,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("crc_errors", c.crc_errors, "Blocks whose checksum did not match."),
         counter("writer_waits", c.waits, "Writes that had to wait."),
         counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
+        counter("fsync_timeouts", c.fsync_timeouts, "Of these, fsyncs and drains."),
         counter("slabs_created", s.pool.created, "Slabs made."),
         counter("slabs_reused", s.pool.reused, "Slabs used again with their pages."),
         counter("slabs_replaced", s.pool.replaced, "Slabs whose pages were replaced before reuse."),

@@ -268,6 +268,7 @@ impl Daemon {
                 .unwrap_or_else(|| volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
+            fsync_deadline: config.fsync_deadline,
         };
         let Recovered { tree, allocators, allocated_pages, by_recency, dropped } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);

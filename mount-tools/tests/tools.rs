@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+#[path = "../../tests/common/stall.rs"]
+mod stall;
 #[path = "../../tests/common/wedge.rs"]
 mod wedge;
 
@@ -237,6 +239,27 @@ fn a_wedged_mount_is_told_and_cut_off_and_nobody_hangs() {
     succeeds(kvctl(&["umount", "--force"]).arg(place.mnt()));
     place.mount();
     refuses(kvctl(&["umount", "--force"]).arg(place.mnt()), &[&shown, "lives and answers"]);
+    succeeds(kvctl(&["umount"]).arg(place.mnt()));
+}
+
+/// Whoever waits for a request that the daemon has taken cannot be ended by any signal.
+#[test]
+fn a_command_ends_in_time_though_its_request_is_not_answered() {
+    let place = Place::new();
+    let Some(disk) = stall::Disk::new() else { return };
+    let shown = place.mnt().display().to_string();
+    let store = format!("{}:128MiB", disk.path().join("store").display());
+    let mut mount = kvctl(&["mount", "--l1=64MiB", "--log-level=error", "--request-deadline=1h"]);
+    succeeds(mount.args(["--fsync-deadline=1h", "--l2", &store]).arg(place.mnt()));
+    let frozen = disk.freeze();
+    fs::write(place.mnt().join("f"), vec![7; 1 << 20]).unwrap();
+    refuses(
+        kvctl(&["umount", "--timeout=1s"]).arg(place.mnt()),
+        &[&shown, "not everything could be stored within 1s", "nothing was unmounted"],
+    );
+    assert!(place.is_mounted());
+    assert!(succeeds(kvctl(&["status"]).arg(place.mnt())).contains("health ok"));
+    drop(frozen);
     succeeds(kvctl(&["umount"]).arg(place.mnt()));
 }
 

@@ -506,7 +506,7 @@ impl Filesystem for KvFs {
     }
 
     fn fsyncdir(&self, _req: &Request, _ino: INodeNo, _fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        self.store.barrier(Box::new(move |result| reply_empty(reply, result)));
+        self.store.fsync_all(Box::new(move |result| reply_empty(reply, result)));
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {

@@ -15,6 +15,7 @@ use super::node::{
     ALIAS_BASE, Crcs, DURABLE, Detail, Extents, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId,
     ROOT, ROOT_INO,
 };
+use super::patience::Patience;
 use super::promote::{AroundRead, Load};
 use super::read::Served;
 use super::tree::Tree;
@@ -41,6 +42,7 @@ pub struct Settings {
     pub files_max: u64,
     pub publish_wait: Duration,
     pub request_deadline: Duration,
+    pub fsync_deadline: Duration,
 }
 
 /// Something to do once the lock is given back.
@@ -122,6 +124,8 @@ pub struct Core {
     pub dirty_pages: u64,
     /// Changes that wait for something, in order of arrival (rule R7).
     pub waiters: VecDeque<Waiter>,
+    /// Clients that wait until something is durable.
+    pub patience: Vec<Patience>,
     pub queue: PublishQueue,
     /// The queue of waiting changes is being tried right now.
     pub admitting: bool,
@@ -168,6 +172,7 @@ impl Core {
             space: Space::default(),
             dirty_pages: 0,
             waiters: VecDeque::new(),
+            patience: Vec::new(),
             queue: PublishQueue::default(),
             admitting: false,
             building: VecDeque::new(),

@@ -8,6 +8,7 @@ use super::core::Core;
 use super::hot::{BLOCK, BlockIo, Mem, Phase, WriteBack, block_len, blocks_for};
 use super::node::{Idx, Kind, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
+use super::patience::Once;
 use super::{Store, UnitReply};
 use crate::writeback::queue::Work;
 
@@ -227,15 +228,15 @@ impl Core {
         seq
     }
 
-    /// Replies when everything accepted so far is durable.
-    pub fn barrier(&mut self, reply: UnitReply) {
+    /// Replies when everything accepted so far is durable. `once` is what `reply` was made of, if it has a deadline.
+    pub fn barrier(&mut self, reply: UnitReply, once: Option<Once>) {
         if self.settings.memory_only {
             return self.reply(move || reply(Ok(())));
         }
         if self.poisoned {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
-        self.queue.push(Work::Barrier(Some(reply)));
+        self.queue.push(Work::Barrier(Some(reply), once));
         self.queue.urgent = true;
         self.wakes.writer = true;
         self.wakes.committer = true;
@@ -254,6 +255,7 @@ impl Core {
             return self.reply(move || reply(Ok(())));
         }
         let seq = self.store_soon(idx);
+        let reply = self.by_deadline(reply).into_reply();
         self.hot_mut(idx).fsyncs.push((seq, reply));
         self.queue.urgent = true;
         self.wakes.committer = true;

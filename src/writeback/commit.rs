@@ -87,8 +87,10 @@ impl Core {
         let mut order = Vec::new();
         while let Some(entry) = self.queue.pop_done() {
             match entry.work {
-                Work::Barrier(reply) => {
-                    let failed = std::mem::take(&mut self.queue.failures) > 0;
+                Work::Barrier(reply, once) => {
+                    // A failure is told to somebody who still listens.
+                    let listens = once.is_none_or(|once| !once.is_given());
+                    let failed = listens && std::mem::take(&mut self.queue.failures) > 0;
                     let result = if failed { Err(Errno::EIO) } else { Ok(()) };
                     commit.replies.extend(reply.map(|reply| (reply, result)));
                 }

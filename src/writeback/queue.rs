@@ -5,11 +5,12 @@ use std::collections::VecDeque;
 use crate::store::UnitReply;
 use crate::store::hot::Place;
 use crate::store::node::NodeId;
+use crate::store::patience::Once;
 
 pub enum Work {
     File(NodeId),
-    /// Answered when everything before it is durable.
-    Barrier(Option<UnitReply>),
+    /// Answered when everything before it is durable, unless its patience ends before.
+    Barrier(Option<UnitReply>, Option<Once>),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,7 +60,7 @@ impl PublishQueue {
         self.next_seq += 1;
         let state = match work {
             Work::File(_) => State::Waiting,
-            Work::Barrier(_) => State::Written,
+            Work::Barrier(..) => State::Written,
         };
         self.entries.push_back(Entry { seq, work, state, todo: None });
         seq

@@ -70,6 +70,10 @@ fn drain(real: &Path, timeout: Duration) -> Result<()> {
         Some(Ok(_)) => Ok(()),
         // The mount keeps everybody out but its owner. The daemon drains on its own when it is unmounted.
         Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        Some(Err(error)) if error.kind() == io::ErrorKind::TimedOut => {
+            Err(Error::new(&shown, "not everything could be stored before the mount's own deadline")
+                .remedy("nothing was unmounted; see .ctl/status, or mount with a longer --fsync-deadline"))
+        }
         Some(Err(error)) => {
             eprintln!("kvctl: {shown}: some files could not be stored: {error}; unmounting all the same");
             Ok(())
