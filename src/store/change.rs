@@ -145,7 +145,8 @@ impl Core {
         if self.hot_mut(idx).passthrough_handles() > 0 {
             return Err(Stop::Fail(Errno::ETXTBSY));
         }
-        if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
+        // What is on its way to the device goes there from this memory, and under the checksum of these bytes.
+        if self.hot_mut(idx).blocks.iter().any(|block| block.io != BlockIo::Idle) {
             return Err(Stop::Load);
         }
         self.spread_layout(idx);
@@ -167,9 +168,6 @@ impl Core {
     /// Moves a file's bytes out of a slab that clients have seen.
     fn leave_lent_slab(&mut self, idx: Idx, size: u64) -> Result<(), Stop> {
         let hot = self.hot_mut(idx);
-        if hot.blocks.iter().any(|block| matches!(block.io, BlockIo::Writing(_))) {
-            return Err(Stop::Load);
-        }
         let on_device =
             hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
         let Some(old) = hot.slab.clone() else { return Ok(()) };

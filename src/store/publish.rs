@@ -10,7 +10,7 @@ use super::node::{Idx, Kind, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
 use super::patience::Once;
 use super::{Store, UnitReply};
-use crate::writeback::queue::Work;
+use crate::writeback::queue::{Barrier, Work};
 
 impl Core {
     /// The last writable handle of `idx` is gone.
@@ -236,7 +236,7 @@ impl Core {
         if self.poisoned {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
-        self.queue.push(Work::Barrier(Some(reply), once));
+        self.queue.push(Work::Barrier(Barrier { reply, once, since: None }));
         self.queue.urgent = true;
         self.wakes.writer = true;
         self.wakes.committer = true;

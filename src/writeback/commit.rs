@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
-use super::queue::{State, Work};
+use super::queue::{Barrier, State, Work};
 use crate::l2::record::{Put, Record};
 use crate::store::core::Core;
 use crate::store::hot::{Place, WriteBack};
 use crate::store::node::{COMMITTED, DURABLE, Detail, Idx, LOST, META_DIRTY, NAMED, NodeId, ROOT, SLOT};
+use crate::store::patience::Once;
 use crate::store::{Store, UnitReply};
 
 /// How long a commit waits for company, unless somebody waits for it.
@@ -84,15 +85,23 @@ impl Core {
     fn take_commit(&mut self) -> Commit {
         let mut commit = Commit { stale: std::mem::take(&mut self.queue.stale), ..Commit::default() };
         let mut put = HashSet::new();
+        let mut goes_on = false;
         let mut order = Vec::new();
         while let Some(entry) = self.queue.pop_done() {
             match entry.work {
-                Work::Barrier(reply, once) => {
-                    // A failure is told to somebody who still listens.
-                    let listens = once.is_none_or(|once| !once.is_given());
-                    let failed = listens && std::mem::take(&mut self.queue.failures) > 0;
-                    let result = if failed { Err(Errno::EIO) } else { Ok(()) };
-                    commit.replies.extend(reply.map(|reply| (reply, result)));
+                Work::Barrier(Barrier { reply, once, since }) => {
+                    if once.as_ref().is_some_and(Once::is_given) {
+                        // A failure is told to somebody who still listens.
+                        continue;
+                    }
+                    let since = since.unwrap_or(entry.seq);
+                    if self.store_heirs(since) {
+                        self.queue.push(Work::Barrier(Barrier { reply, once, since: Some(since) }));
+                        goes_on = true;
+                        continue;
+                    }
+                    let failed = std::mem::take(&mut self.queue.failures) > 0;
+                    commit.replies.push((reply, if failed { Err(Errno::EIO) } else { Ok(()) }));
                 }
                 Work::File(id) => {
                     let Some(idx) = self.by_id(id) else { continue };
@@ -100,6 +109,7 @@ impl Core {
                     if stored && self.hot_mut(idx).sealed() && self.hot_mut(idx).dirty_blocks() {
                         // A record must never name less than the whole file. It was written to in place, and sealed
                         // again, after this entry had been written: its next entry stores it.
+                        self.inherit(idx, entry.seq);
                         if self.hot_mut(idx).write_back == WriteBack::Queued(entry.seq) {
                             self.hot_mut(idx).write_back = WriteBack::None;
                         }
@@ -124,6 +134,7 @@ impl Core {
                     let supersedes = if stored { std::mem::take(&mut hot.supersedes) } else { Vec::new() };
                     commit.replies.extend(answered.into_iter().map(|(_, reply)| (reply, Ok(()))));
                     if stored {
+                        self.heirs.remove(&id);
                         self.node_mut(idx).set(DURABLE, true);
                         self.remove_records(supersedes);
                         commit.files.push(id);
@@ -159,7 +170,7 @@ impl Core {
             commit.records.push(bytes);
         }
         self.queue.committing = true;
-        self.queue.urgent = false;
+        self.queue.urgent = goes_on;
         commit
     }
 

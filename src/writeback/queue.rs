@@ -9,8 +9,16 @@ use crate::store::patience::Once;
 
 pub enum Work {
     File(NodeId),
-    /// Answered when everything before it is durable, unless its patience ends before.
-    Barrier(Option<UnitReply>, Option<Once>),
+    Barrier(Barrier),
+}
+
+/// Answered when everything before it is durable.
+pub struct Barrier {
+    pub reply: UnitReply,
+    /// What `reply` was made of, if it has a deadline.
+    pub once: Option<Once>,
+    /// The number of the entry as which it came. It may have to wait for later ones.
+    pub since: Option<u64>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
