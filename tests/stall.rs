@@ -46,8 +46,9 @@ fn fsync_and_drain_of_a_stuck_device_time_out_and_later_everything_is_durable() 
         let frozen = disk.freeze();
         drop(written(&mount, "closed", 1));
         let file = fsync(written(&mount, "synced", 2));
+        let control = fsync(File::open(mount.at(".ctl/version")).unwrap());
         let drain = fsync(File::open(mount.path()).unwrap());
-        for (what, told) in [("fsync", file), ("drain", drain)] {
+        for (what, told) in [("fsync", file), ("drain", drain), ("drain by .ctl", control)] {
             let answer = told.recv_timeout(LIMIT);
             if answer.is_err() {
                 drop(frozen);
@@ -55,7 +56,7 @@ fn fsync_and_drain_of_a_stuck_device_time_out_and_later_everything_is_durable() 
             }
             assert_eq!(answer.unwrap().unwrap_err().kind(), ErrorKind::TimedOut, "{what}, {args:?}");
         }
-        assert_eq!((mount.stat("fsync_timeouts"), mount.stat("timeouts")), (2, 2));
+        assert_eq!((mount.stat("fsync_timeouts"), mount.stat("timeouts")), (3, 3));
         assert!(mount.events().contains("waited until its deadline"), "{}", mount.events());
         // What is in L1 is served meanwhile.
         assert!(fs::read(mount.at("closed")).unwrap() == bytes(1, 300_000));

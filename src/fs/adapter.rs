@@ -21,7 +21,7 @@ use crate::control::{Control, Opened as OpenedControl};
 use crate::store::attr::{Attr, Change, Entry, NAME_MAX};
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
-use crate::store::{Answer, Caller, Handle, Store};
+use crate::store::{Answer, Caller, Handle, Store, UnitReply};
 
 /// Largest write and read in one request.
 const TRANSFER_MAX: u32 = 1 << 20;
@@ -454,9 +454,12 @@ impl Filesystem for KvFs {
     }
 
     fn fsync(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        match self.file(fh) {
-            Ok(handle) => self.store.fsync(&handle, Box::new(move |result| reply_empty(reply, result))),
-            Err(errno) => reply.error(fuse_errno(errno)),
+        let answer: UnitReply = Box::new(move |result| reply_empty(reply, result));
+        match self.get(fh) {
+            Some(Open::File(handle)) => self.store.fsync(&handle, answer),
+            // A drain, like the fsync of a directory, for which the kernel locks nothing that others need.
+            Some(Open::Control(_)) => self.store.fsync_all(answer),
+            None => answer(Err(Errno::EBADF)),
         }
     }
 

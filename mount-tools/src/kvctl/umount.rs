@@ -66,7 +66,9 @@ fn refuse_if_used(real: &Path, shown: &impl std::fmt::Display) -> Result<()> {
 /// Waits until everything published so far is on the device.
 fn drain(real: &Path, timeout: Duration) -> Result<()> {
     let shown = real.display();
-    match mount::within(timeout, || File::open(real)?.sync_all().map(|()| Vec::new())) {
+    // Not the directory: the kernel would lock it for as long as that takes, and others out.
+    let file = real.join(".ctl/version");
+    match mount::within(timeout, || File::open(file)?.sync_all().map(|()| Vec::new())) {
         Some(Ok(_)) => Ok(()),
         // The mount keeps everybody out but its owner. The daemon drains on its own when it is unmounted.
         Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
