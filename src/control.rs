@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -56,6 +56,8 @@ pub struct Control {
     kernel_passthrough: AtomicBool,
     /// What the mount does without, and why: lines for status.
     without: parking_lot::Mutex<Vec<String>>,
+    /// The process that cuts the mount off when this one has died; 0 if there is none.
+    guard: AtomicU32,
     started: Instant,
     born: i64,
     uid: u32,
@@ -73,6 +75,7 @@ impl Control {
             wants_passthrough,
             kernel_passthrough: AtomicBool::new(false),
             without: parking_lot::Mutex::default(),
+            guard: AtomicU32::new(0),
             started: Instant::now(),
             born: now(),
             uid: nix::unistd::geteuid().as_raw(),
@@ -95,6 +98,10 @@ impl Control {
     /// Notes something that the mount does without.
     pub fn without(&self, line: String) {
         self.without.lock().push(line);
+    }
+
+    pub fn set_guard(&self, pid: u32) {
+        self.guard.store(pid, Ordering::Relaxed);
     }
 
     pub fn owns(&self, ino: u64) -> bool {
@@ -297,6 +304,10 @@ impl Control {
             "errors: checksum {}   read {}   store {}   timeouts {}   discarded {}",
             c.crc_errors, c.read_errors, c.store_failures, c.timeouts, c.discarded
         ));
+        let guard = self.guard.load(Ordering::Relaxed);
+        if guard != 0 {
+            line(format_args!("guard: process {guard} cuts the mount off if this one dies"));
+        }
         for without in self.without.lock().iter() {
             line(format_args!("without: {without}"));
         }
@@ -415,6 +426,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("crc_errors", c.crc_errors, "Blocks whose checksum did not match."),
         counter("writer_waits", c.waits, "Writes that had to wait."),
         counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
+        counter("fsync_timeouts", c.fsync_timeouts, "Of these, fsyncs and drains."),
         counter("slabs_created", s.pool.created, "Slabs made."),
         counter("slabs_reused", s.pool.reused, "Slabs used again with their pages."),
         counter("slabs_replaced", s.pool.replaced, "Slabs whose pages were replaced before reuse."),

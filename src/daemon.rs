@@ -9,6 +9,7 @@ use crate::background::Ready;
 use crate::config::{Config, Evict, HugePages, L2Engine, ReadPath, Recycle};
 use crate::control::Control;
 use crate::error::{Error, Result};
+use crate::guard::Guard;
 use crate::l1::{Pool, PoolConfig, RegionWatcher};
 use crate::l2::volume::{Volume, VolumeOptions, Wrap};
 use crate::l2::{DeviceOptions, EngineKind, EngineOptions};
@@ -118,6 +119,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
             return Err(error);
         }
     };
+    let guard = config.guard.then(|| guard_over(&mounted, !config.daemon, &control)).flatten();
     let served =
         crate::fs::serve(mounted.device, &daemon.store, &control, config.threads, config.allow_other);
     let served = match served {
@@ -181,12 +183,32 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let stored = stored.and_then(|()| daemon.finish(timeout, || heard.wants_now()));
     let Some(served) = heard.ended else {
         // Session threads cannot be joined while the kernel waits for a client; everything that matters is done.
+        if let Some(guard) = guard {
+            guard.stay();
+        }
         return stored;
     };
     let _ = waiter.join();
     daemon.stop();
+    drop(guard);
     log::info!("unmounted");
     stored.and(served.map_err(|error| Error::caused_by("serving the mount", error)))
+}
+
+/// Has somebody watch over the mount. This is the main thread: what it has started hears of its end.
+fn guard_over(mounted: &mount::Mounted, speaks: bool, control: &Control) -> Option<Guard> {
+    match Guard::start(&mounted.mountpoint, &mounted.number, speaks) {
+        Ok(guard) => {
+            control.set_guard(guard.pid());
+            Some(guard)
+        }
+        Err(error) => {
+            control.without(format!(
+                "guard ({error}): if the daemon is killed, clients may hang until `kvcachefs umount --force`"
+            ));
+            None
+        }
+    }
 }
 
 /// The store and its threads.
@@ -252,6 +274,7 @@ impl Daemon {
             catalog_bytes_max: volume.as_ref().map_or(u64::MAX, |volume| volume.catalog_bytes_max()),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
+            fsync_deadline: config.fsync_deadline,
         };
         let Recovered { tree, allocators, by_recency, dropped, refused, .. } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);

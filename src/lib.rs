@@ -7,6 +7,7 @@ pub mod control;
 pub mod daemon;
 pub mod error;
 pub mod fs;
+pub mod guard;
 pub mod host;
 pub mod l1;
 pub mod l2;

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use kvcachefs::cli::{self, Action};
 use kvcachefs::error::Result;
-use kvcachefs::{background, daemon, logging, mount};
+use kvcachefs::{background, daemon, guard, logging, mount};
 
 fn main() -> ExitCode {
     match cli::parse(std::env::args_os(), std::env::vars_os()).and_then(act) {
@@ -28,7 +28,8 @@ fn act(action: Action) -> Result<()> {
             });
             ready.finish(outcome)
         }
-        Action::Unmount { mountpoint, lazy } => mount::unmount(&mountpoint, lazy),
+        Action::Unmount { mountpoint, how } => mount::unmount(&mountpoint, how),
+        Action::Guard { mountpoint, daemon } => guard::stand(&mountpoint, daemon),
         Action::Show(text) => text.show(),
     }
 }

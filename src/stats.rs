@@ -49,6 +49,7 @@ pub struct Counters {
     pub crc_errors: u64,
     pub waits: u64,
     pub timeouts: u64,
+    pub fsync_timeouts: u64,
     pub dirty_peak_pages: u64,
 }
 

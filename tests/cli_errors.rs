@@ -176,7 +176,7 @@ fn a_mount_whose_daemon_is_stopped_is_busy_and_nobody_hangs() {
     let dir = mount.path().to_str().unwrap().to_owned();
     let said = run(&mut kvcachefs(["mount", "--l1=64MiB", "--log-level=error", &dir]));
     mount.signal(nix::sys::signal::Signal::SIGCONT);
-    said.expect_refusal(&[&dir, "busy", "does not answer", "umount --lazy"]);
+    said.expect_refusal(&[&dir, "busy", "does not answer", "umount --force"]);
 }
 
 #[test]

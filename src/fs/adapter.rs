@@ -21,7 +21,7 @@ use crate::control::{Control, Opened as OpenedControl};
 use crate::store::attr::{Attr, Change, Entry, NAME_MAX};
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
-use crate::store::{Answer, Caller, Handle, Opened, Store};
+use crate::store::{Answer, Caller, Handle, Opened, Store, UnitReply};
 
 /// Largest write and read in one request.
 const TRANSFER_MAX: u32 = 1 << 20;
@@ -481,12 +481,12 @@ impl Filesystem for KvFs {
     }
 
     fn fsync(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        let answer: UnitReply = Box::new(move |result| reply_empty(reply, result));
         match self.get(fh) {
-            Some(Open::File(handle)) => {
-                self.store.fsync(&handle, Box::new(move |result| reply_empty(reply, result)));
-            }
-            Some(Open::Control(_)) => reply.ok(),
-            None => reply.error(FuseErrno::EBADF),
+            Some(Open::File(handle)) => self.store.fsync(&handle, answer),
+            // A drain, like the fsync of a directory, for which the kernel locks nothing that others need.
+            Some(Open::Control(_)) => self.store.fsync_all(answer),
+            None => answer(Err(Errno::EBADF)),
         }
     }
 
@@ -553,7 +553,7 @@ impl Filesystem for KvFs {
     }
 
     fn fsyncdir(&self, _req: &Request, _ino: INodeNo, _fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        self.store.barrier(Box::new(move |result| reply_empty(reply, result)));
+        self.store.fsync_all(Box::new(move |result| reply_empty(reply, result)));
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {

@@ -296,6 +296,10 @@ impl Core {
 
     /// Those who did not come in time.
     pub fn end_expectations(&mut self, now: Instant) {
+        // The kernel holds a directory's lock while that is fsynced, and whoever looks again waits for it.
+        if !self.patience.is_empty() {
+            self.expected.iter_mut().for_each(|expected| expected.until = now + EXPECTED);
+        }
         while let Some(at) = self.expected.iter().position(|expected| expected.until <= now) {
             let late = self.expected.swap_remove(at);
             self.give_up(late);

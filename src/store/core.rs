@@ -16,6 +16,7 @@ use super::node::{
     ALIAS_BASE, Crcs, DURABLE, Detail, Extents, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId,
     ROOT, ROOT_INO,
 };
+use super::patience::Patience;
 use super::promote::Load;
 use super::read::Served;
 use super::tree::Tree;
@@ -50,6 +51,7 @@ pub struct Settings {
     pub catalog_bytes_max: u64,
     pub publish_wait: Duration,
     pub request_deadline: Duration,
+    pub fsync_deadline: Duration,
 }
 
 /// Something to do once the lock is given back.
@@ -176,6 +178,11 @@ pub struct Core {
     pub dirty_pages: u64,
     /// Changes that wait for something, in order of arrival (rule R7).
     pub waiters: VecDeque<Waiter>,
+    /// Versions that stand for one which was queued, with this number, and replaced or written to before it was durable.
+    /// A drain that came after that one waits for these.
+    pub heirs: HashMap<NodeId, u64>,
+    /// Clients that wait until something is durable.
+    pub patience: Vec<Patience>,
     pub queue: PublishQueue,
     /// The queue of waiting changes is being tried right now.
     pub admitting: bool,
@@ -233,6 +240,8 @@ impl Core {
             space,
             dirty_pages: 0,
             waiters: VecDeque::new(),
+            heirs: HashMap::new(),
+            patience: Vec::new(),
             queue: PublishQueue::default(),
             admitting: false,
             building: BTreeMap::new(),
@@ -559,6 +568,14 @@ impl Core {
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
         self.forget_recency(idx);
         self.remember_name(idx, successor);
+        let inherited = self.heirs.remove(&self.id(idx)).into_iter();
+        let queued = match self.hot(idx).map(|hot| hot.write_back) {
+            Some(WriteBack::Queued(seq)) => Some(seq),
+            _ => None,
+        };
+        if let (Some(heir), Some(seq)) = (successor, inherited.chain(queued).min()) {
+            self.inherit(heir, seq);
+        }
         let parent = self.node(idx).parent;
         self.tree.unlink(idx);
         self.node_mut(idx).set(MOVED, by_us);
@@ -580,6 +597,35 @@ impl Core {
             _ => self.remove_records(old),
         }
         self.reap(idx);
+    }
+
+    /// `heir` shall be durable before a drain is answered that came after entry `seq` of the publish queue.
+    pub fn inherit(&mut self, heir: Idx, seq: u64) {
+        if !self.settings.memory_only {
+            let id = self.id(heir);
+            self.heirs.entry(id).and_modify(|first| *first = seq.min(*first)).or_insert(seq);
+        }
+    }
+
+    /// Queues what a drain that came as entry `since` has to wait for still. Whether there is anything.
+    pub fn store_heirs(&mut self, since: u64) -> bool {
+        let due: Vec<_> = self.heirs.iter().filter(|(_, seq)| **seq < since).map(|(id, _)| *id).collect();
+        let mut any = false;
+        for id in due {
+            let Some(idx) = self.by_id(id).filter(|&idx| !self.node(idx).has(super::node::LOST)) else {
+                self.heirs.remove(&id);
+                continue;
+            };
+            // Nobody sees it yet; or it still shows the bytes of the one before, which are stored for it.
+            if !self.node(idx).has(NAMED) || self.hot(idx).is_some_and(|hot| hot.base.is_some()) {
+                continue;
+            }
+            if self.hot_mut(idx).write_back == WriteBack::None {
+                self.store_soon(idx);
+            }
+            any = true;
+        }
+        any
     }
 
     /// Has the records of `ids` removed with the next commit.

@@ -21,6 +21,7 @@ pub mod lists;
 pub mod names;
 pub mod node;
 pub mod open;
+pub mod patience;
 pub mod process;
 pub mod promote;
 pub mod publish;

@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 use super::attr::NAME_MAX;
 use super::core::{Core, now};
 use super::node::{DURABLE, Detail, Idx, Kind, NAMED, NONE, ROOT};
+use super::patience::Once;
 use super::process::Caller;
 use super::{Entry, Store};
 
@@ -313,10 +314,20 @@ impl Store {
     /// Replies when everything published and every name changed so far is durable: also files whose close has returned
     /// and whose RELEASE is on its way.
     pub fn barrier(self: &Arc<Self>, reply: super::UnitReply) {
+        self.barrier_with(reply, None);
+    }
+
+    /// The same for a client, who is answered at its deadline at the latest.
+    pub fn fsync_all(self: &Arc<Self>, reply: super::UnitReply) {
+        let once = self.with(|core| core.by_deadline(reply));
+        self.barrier_with(once.clone().into_reply(), Some(once));
+    }
+
+    fn barrier_with(self: &Arc<Self>, reply: super::UnitReply, once: Option<Once>) {
         let store = self.clone();
         self.after_releases(
             |core| core.building.values().filter_map(|id| core.by_id(*id)).collect(),
-            move || store.with(|core| core.barrier(reply)),
+            move || store.with(|core| core.barrier(reply, once)),
         );
     }
 

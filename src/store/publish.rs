@@ -8,8 +8,9 @@ use super::core::Core;
 use super::hot::{BLOCK, BlockIo, Mem, Phase, WriteBack, block_len, blocks_for};
 use super::node::{Idx, Kind, LOST, META_DIRTY, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
+use super::patience::Once;
 use super::{Store, UnitReply};
-use crate::writeback::queue::Work;
+use crate::writeback::queue::{Barrier, Work};
 
 impl Core {
     /// The last writable handle of `idx` is gone.
@@ -232,15 +233,25 @@ impl Core {
         seq
     }
 
-    /// Replies when everything accepted so far is durable.
-    pub fn barrier(&mut self, reply: UnitReply) {
+    /// Replies when everything accepted so far is durable. `once` is what `reply` was made of, if it has a deadline.
+    pub fn barrier(&mut self, reply: UnitReply, once: Option<Once>) {
         if self.settings.memory_only {
             return self.reply(move || reply(Ok(())));
         }
         if self.poisoned {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
-        self.queue.push(Work::Barrier(Some(reply)));
+        // A name or attribute that changed on a version without bytes of its own belongs to the original's record.
+        let without_bytes: Vec<Idx> = self
+            .building
+            .values()
+            .filter_map(|id| self.by_id(*id))
+            .filter(|&idx| self.node(idx).has(NAMED) && self.hot(idx).is_some_and(|hot| hot.base.is_some()))
+            .collect();
+        for idx in without_bytes {
+            self.stand_in(idx);
+        }
+        self.queue.push(Work::Barrier(Barrier { reply, once, since: None }));
         self.queue.urgent = true;
         self.wakes.writer = true;
         self.wakes.committer = true;
@@ -264,6 +275,7 @@ impl Core {
             return self.reply(move || reply(Ok(())));
         }
         let seq = self.store_soon(idx);
+        let reply = self.by_deadline(reply).into_reply();
         self.hot_mut(idx).fsyncs.push((seq, reply));
         self.queue.urgent = true;
         self.wakes.committer = true;
@@ -277,14 +289,16 @@ impl Core {
             return idx;
         };
         let node = self.node(idx);
-        let (parent, name) = (node.parent, node.name.clone());
+        let (parent, name) = ((node.parent, node.parent_generation), node.name.clone());
         let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
         let xattrs = node.xattrs.clone();
         let node = self.node_mut(base);
-        let same = (node.parent, &node.name, &node.xattrs) == (parent, &name, &xattrs)
+        let same = ((node.parent, node.parent_generation), &node.name, &node.xattrs)
+            == (parent, &name, &xattrs)
             && (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) == attributes;
         if !same {
-            (node.parent, node.name, node.xattrs) = (parent, name, xattrs);
+            (node.parent, node.parent_generation) = parent;
+            (node.name, node.xattrs) = (name, xattrs);
             (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
             self.changed(base);
         }

@@ -10,13 +10,14 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
-use super::queue::{State, Work};
+use super::queue::{Barrier, State, Work};
 use crate::l2::journal::{Checkpoint, Error as JournalError};
 use crate::l2::record::{Put, Record};
 use crate::l2::volume::Volume;
 use crate::store::core::Core;
 use crate::store::hot::{Place, WriteBack};
 use crate::store::node::{COMMITTED, DURABLE, Detail, Idx, LOST, META_DIRTY, NAMED, NodeId, ROOT, SLOT};
+use crate::store::patience::Once;
 use crate::store::{Store, UnitReply};
 
 /// How long a commit waits for company, unless somebody waits for it.
@@ -95,13 +96,23 @@ impl Core {
     fn take_commit(&mut self) -> Commit {
         let mut commit = Commit { stale: std::mem::take(&mut self.queue.stale), ..Commit::default() };
         let mut put = HashSet::new();
+        let mut goes_on = false;
         let mut order = Vec::new();
         while let Some(entry) = self.queue.pop_done() {
             match entry.work {
-                Work::Barrier(reply) => {
+                Work::Barrier(Barrier { reply, once, since }) => {
+                    if once.as_ref().is_some_and(Once::is_given) {
+                        // A failure is told to somebody who still listens.
+                        continue;
+                    }
+                    let since = since.unwrap_or(entry.seq);
+                    if self.store_heirs(since) {
+                        self.queue.push(Work::Barrier(Barrier { reply, once, since: Some(since) }));
+                        goes_on = true;
+                        continue;
+                    }
                     let failed = std::mem::take(&mut self.queue.failures) > 0;
-                    let result = if failed { Err(Errno::EIO) } else { Ok(()) };
-                    commit.replies.extend(reply.map(|reply| (reply, result)));
+                    commit.replies.push((reply, if failed { Err(Errno::EIO) } else { Ok(()) }));
                 }
                 Work::File(id) => {
                     let Some(idx) = self.by_id(id) else { continue };
@@ -109,6 +120,7 @@ impl Core {
                     if stored && self.hot_mut(idx).sealed() && self.hot_mut(idx).dirty_blocks() {
                         // A record must never name less than the whole file. It was written to in place, and sealed
                         // again, after this entry had been written: its next entry stores it.
+                        self.inherit(idx, entry.seq);
                         if self.hot_mut(idx).write_back == WriteBack::Queued(entry.seq) {
                             self.hot_mut(idx).write_back = WriteBack::None;
                         }
@@ -133,6 +145,7 @@ impl Core {
                     let supersedes = if stored { std::mem::take(&mut hot.supersedes) } else { Vec::new() };
                     commit.replies.extend(answered.into_iter().map(|(_, reply)| (reply, Ok(()))));
                     if stored {
+                        self.heirs.remove(&id);
                         self.node_mut(idx).set(DURABLE, true);
                         self.remove_records(supersedes);
                         commit.files += 1;
@@ -172,7 +185,7 @@ impl Core {
             commit.records.push(bytes);
         }
         self.queue.committing = true;
-        self.queue.urgent = false;
+        self.queue.urgent = goes_on;
         commit
     }
 

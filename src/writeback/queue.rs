@@ -5,11 +5,20 @@ use std::collections::VecDeque;
 use crate::store::UnitReply;
 use crate::store::hot::Place;
 use crate::store::node::NodeId;
+use crate::store::patience::Once;
 
 pub enum Work {
     File(NodeId),
-    /// Answered when everything before it is durable.
-    Barrier(Option<UnitReply>),
+    Barrier(Barrier),
+}
+
+/// Answered when everything before it is durable.
+pub struct Barrier {
+    pub reply: UnitReply,
+    /// What `reply` was made of, if it has a deadline.
+    pub once: Option<Once>,
+    /// The number of the entry as which it came. It may have to wait for later ones.
+    pub since: Option<u64>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,7 +68,7 @@ impl PublishQueue {
         self.next_seq += 1;
         let state = match work {
             Work::File(_) => State::Waiting,
-            Work::Barrier(_) => State::Written,
+            Work::Barrier(..) => State::Written,
         };
         self.entries.push_back(Entry { seq, work, state, todo: None });
         seq
