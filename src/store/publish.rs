@@ -126,10 +126,9 @@ impl Core {
 
     /// A private file that is grown beyond the slot limit, or fsynced, is visible from then on.
     pub fn show_early(&mut self, idx: Idx) {
-        let waits = self
-            .hot(idx)
-            .and_then(|hot| hot.private())
-            .is_some_and(|private| private.parent != NONE && !private.killed && !self.node(idx).has(LOST));
+        let waits = self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| {
+            private.parent != NONE && !private.killed && private.lacks.is_none() && !self.node(idx).has(LOST)
+        });
         if waits && self.show(idx) {
             self.answer_lookups(idx);
         }
@@ -267,6 +266,10 @@ impl Core {
         }
         self.show_early(idx);
         let Some(idx) = self.by_id(id) else { return self.reply(move || reply(Err(Errno::EIO))) };
+        if std::mem::take(&mut self.hot_mut(idx).failed) {
+            // It could not be shown.
+            return self.reply(move || reply(Err(Errno::EIO)));
+        }
         if self.settings.memory_only || !self.node(idx).has(NAMED) {
             return self.reply(move || reply(Ok(())));
         }
