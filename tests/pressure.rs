@@ -436,10 +436,18 @@ fn a_file_that_a_write_failed_to_is_not_published_unless_the_writer_makes_up_for
     };
     fs::write(mount.at("old"), bytes(1, MIB)).unwrap();
     let piece = bytes(2, MIB);
-    // In memory only what does not fit while it is open is refused; on the device, what does not fit.
-    let mut filler = File::create(mount.at("filler")).unwrap();
-    (0..30).for_each(|_| filler.write_all(&piece).unwrap());
     let fill_up = |file: &mut File| (0..128).find_map(|_| file.write_all(&piece).err()).unwrap();
+    // In memory only what does not fit while it is open is refused; on the device, what does not fit. What refuses the
+    // last one was let in before: some room is left.
+    let mut fillers = Vec::new();
+    loop {
+        let path = mount.at(&format!("filler{}", fillers.len()));
+        let mut file = File::create(&path).unwrap();
+        if file.write_all(&piece).is_err() {
+            break;
+        }
+        fillers.push((path, file));
+    }
 
     let mut file = File::create(mount.at("old")).unwrap();
     assert_eq!(fill_up(&mut file).raw_os_error(), Some(libc::ENOSPC));
@@ -455,8 +463,10 @@ fn a_file_that_a_write_failed_to_is_not_published_unless_the_writer_makes_up_for
     let mut file = File::create(mount.at("new")).unwrap();
     assert_eq!(fill_up(&mut file).raw_os_error(), Some(libc::ENOSPC));
     let len = file.metadata().unwrap().len();
-    drop(filler);
-    fs::remove_file(mount.at("filler")).unwrap();
+    for (path, file) in fillers.drain(..) {
+        drop(file);
+        fs::remove_file(path).unwrap();
+    }
     let deadline = Instant::now() + Duration::from_secs(30);
     while let Err(error) = file.write_all(&piece) {
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
@@ -471,7 +481,7 @@ fn a_file_that_a_write_failed_to_is_not_published_unless_the_writer_makes_up_for
 
     let mut file = File::create(mount.at("cut")).unwrap();
     file.write_all(&piece).unwrap();
-    fill_up(&mut file);
+    while file.write_all(&piece).is_ok() {}
     file.set_len(MIB as u64).unwrap();
     drop(file);
     assert!(fs::read(mount.at("cut")).unwrap() == piece, "what failed is not wanted any more");

@@ -55,6 +55,8 @@ pub struct Expected {
     intent: Intent,
     until: Instant,
     lookups: u8,
+    /// It has looked something up since it was sent.
+    walks: bool,
     /// What its lookups found, kept for it.
     found: SmallVec<[NodeId; 2]>,
 }
@@ -64,9 +66,9 @@ impl Expected {
         self.found.contains(&id)
     }
 
-    /// Without looking a name up.
+    /// Without looking anything up: by a descriptor in /proc, not by a name.
     pub fn came_straight_back(&self) -> bool {
-        self.lookups == 0
+        !self.walks
     }
 
     /// Threads that cannot be told apart are known by what they want.
@@ -202,6 +204,7 @@ impl Core {
             intent,
             until: Instant::now() + EXPECTED,
             lookups: 0,
+            walks: false,
             found: SmallVec::new(),
         });
         Errno::ESTALE
@@ -213,6 +216,9 @@ impl Core {
             return None;
         }
         let dir = self.id(parent);
+        for expected in self.expected.iter_mut().filter(|expected| expected.is(caller, None)) {
+            expected.walks = true;
+        }
         let at = self.expected.iter().position(|expected| {
             expected.is(caller, None) && expected.parent == dir && *expected.name == *name
         });
