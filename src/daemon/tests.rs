@@ -199,3 +199,18 @@ fn a_flush_that_fails_is_told_and_what_was_durable_stays() {
     assert_eq!(rig.drain(), Ok(()));
     rig.stop();
 }
+
+#[test]
+fn a_long_attribute_can_be_replaced_where_two_fit() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.write("file", &[1; 10]);
+    let ino = rig.find("file").unwrap();
+    for fill in [1, 2] {
+        for name in [b"user.one", b"user.two"] {
+            assert_eq!(rig.store().setxattr(ino, name, &[fill; 63 << 10], 0), Ok(()));
+        }
+    }
+    assert_eq!(rig.store().setxattr(ino, b"user.three", &[3; 63 << 10], 0), Err(Errno::ENOSPC));
+    rig.stop();
+}
