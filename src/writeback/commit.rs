@@ -26,6 +26,8 @@ const CHECKPOINT_STEP: usize = 1024;
 #[derive(Default)]
 struct Commit {
     records: Vec<Vec<u8>>,
+    /// Whose records these are.
+    recorded: Vec<NodeId>,
     files: Vec<NodeId>,
     removed: Vec<(NodeId, u64)>,
     stale: Vec<(u8, Place)>,
@@ -148,6 +150,9 @@ impl Core {
         for id in order.into_iter().filter(|id| !gone.contains(id)) {
             let idx = id.idx();
             self.node_mut(idx).set(META_DIRTY, false);
+            // An fsync that comes while this record is being written has to wait for it.
+            self.node_mut(idx).set(COMMITTED, false);
+            commit.recorded.push(id);
             commit.flush |= self.node(idx).dir().is_none();
             commit.records.push(self.record(idx));
         }
@@ -195,10 +200,14 @@ impl Core {
         for (device, place) in commit.stale {
             self.free_extents(device, &place);
         }
-        for id in commit.files {
+        for id in commit.recorded {
             if let Some(idx) = self.by_id(id) {
                 let durable = self.node(idx).has(DURABLE);
                 self.node_mut(idx).set(COMMITTED, durable);
+            }
+        }
+        for id in commit.files {
+            if let Some(idx) = self.by_id(id) {
                 self.tidy(idx);
             }
         }
