@@ -249,7 +249,8 @@ impl Core {
             hot.blocks.resize_with(index + 1, Block::default);
         }
         let block = &hot.blocks[index];
-        if block.is_loading() {
+        // The device may still be taking the bytes of a version that was sealed: their checksum is known already.
+        if block.is_loading() || block.fixed {
             return Err(Stop::Load);
         }
         if block.bad && keep {

@@ -69,6 +69,8 @@ pub type Place = SmallVec<[Extent; 1]>;
 pub struct Block {
     pub mem: Mem,
     pub io: BlockIo,
+    /// What is being written to the device is this block's memory, not a copy of it.
+    pub fixed: bool,
     /// Changed since it was last written to the device.
     pub dirty: bool,
     /// The number of its last change, so that a transfer that overlapped one is not taken for its result.
