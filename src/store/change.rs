@@ -525,6 +525,7 @@ impl Core {
         let gone: Vec<Block> =
             if hot.blocks.len() > keep { hot.blocks.drain(keep..).collect() } else { Vec::new() };
         hot.valid_to = hot.valid_to.min(size);
+        hot.size_kept = hot.size_kept.min(size);
         hot.crc_to = usize::MAX;
         if size == 0 {
             hot.slab = hot.slab.take().filter(|slab| !slab.is_lent());

@@ -317,21 +317,15 @@ impl Core {
     /// The size, places and checksums of all blocks as one list, for the record and for a sealed file.
     ///
     /// While a file is written in place, this is what the device has of it: blocks that have changed since are told as
-    /// they were stored. What the file has grown by and was not stored reads as zeros; what it was cut by comes back
-    /// as long as the new end is not stored.
+    /// they were stored. What the file has grown by is there as far as it is stored; what it was cut by comes back as long
+    /// as the new end is not stored.
     pub fn layout(&self, idx: Idx) -> (u64, Vec<Extent>, Vec<u32>) {
         let node = self.node(idx);
         let Some(hot) = node.hot.as_ref().filter(|hot| hot.placed) else {
             return (node.size, node.extents.as_slice().to_vec(), node.crcs.as_slice().to_vec());
         };
-        let pages = |index| (block_len(node.size, index) as u64).div_ceil(4096);
-        let last = blocks_for(node.size).saturating_sub(1);
-        let size = match hot.blocks.get(last) {
-            Some(block) if !block.place.is_empty() => {
-                node.size.max(last as u64 * BLOCK + u64::from(block.stored.1))
-            }
-            _ => node.size,
-        };
+        let size = hot.stored_size(node.size);
+        let pages = |index| (block_len(size, index) as u64).div_ceil(4096);
         let mut extents: Vec<Extent> = Vec::new();
         let mut crcs = Vec::with_capacity(hot.blocks.len());
         let mut push = |extent: Extent| match extents.last_mut() {
@@ -345,7 +339,7 @@ impl Core {
             }
             _ => extents.push(extent),
         };
-        for (index, block) in hot.blocks.iter().enumerate().take(blocks_for(node.size)) {
+        for (index, block) in hot.blocks.iter().enumerate().take(blocks_for(size)) {
             block.place.iter().for_each(|extent| push(*extent));
             let lacks = pages(index).saturating_sub(in_list(&block.place));
             if lacks > 0 {
@@ -382,6 +376,7 @@ impl Core {
     pub fn spread_layout(&mut self, idx: Idx) {
         self.size_blocks(idx);
         let node = self.node_mut(idx);
+        let durable = node.has(DURABLE);
         let (size, extents, crcs) =
             (node.size, std::mem::take(&mut node.extents), std::mem::take(&mut node.crcs));
         let hot = self.hot_mut(idx);
@@ -389,6 +384,7 @@ impl Core {
             return;
         }
         hot.placed = true;
+        hot.size_kept = if durable { size } else { 0 };
         for (index, block) in hot.blocks.iter_mut().enumerate() {
             let place = Self::place_in(&extents, size, index);
             if !place.iter().all(|extent| extent.start == HOLE) {

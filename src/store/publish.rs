@@ -254,7 +254,17 @@ impl Core {
             return self.reply(move || reply(Ok(())));
         }
         let seq = self.store_soon(idx);
-        self.hot_mut(idx).fsyncs.push((seq, reply));
+        let size = self.node(idx).size;
+        let hot = self.hot_mut(idx);
+        if blocks_for(size)
+            .checked_sub(1)
+            .and_then(|last| hot.blocks.get(last))
+            .is_none_or(|last| !last.dirty)
+        {
+            // It ends in a hole, which nothing stores.
+            hot.size_kept = size;
+        }
+        hot.fsyncs.push((seq, reply));
         self.queue.urgent = true;
         self.wakes.committer = true;
         self.wakes.writer = true;

@@ -37,12 +37,16 @@ struct Commit {
 }
 
 impl Core {
-    pub fn record(&self, idx: Idx) -> Vec<u8> {
+    pub fn record(&mut self, idx: Idx) -> Vec<u8> {
         let node = self.node(idx);
         let (size, extents, crcs) = match node.detail {
             Detail::File => self.layout(idx),
             _ => (node.size, Vec::new(), Vec::new()),
         };
+        if let Some(hot) = &mut self.node_mut(idx).hot {
+            hot.size_kept = size;
+        }
+        let node = self.node(idx);
         let (kind, target) = match &node.detail {
             Detail::File => (0, Vec::new()),
             Detail::Dir(_) => (1, Vec::new()),
@@ -282,11 +286,12 @@ impl Store {
             loop {
                 let mut step = Vec::new();
                 {
-                    let core = self.lock();
+                    let mut core = self.lock();
                     let end = core.tree.nodes.end();
                     while at < end && step.len() < CHECKPOINT_STEP {
                         if core.tree.nodes.get(at).is_some_and(|node| node.has(DURABLE)) {
-                            step.push(core.record(at));
+                            let record = core.record(at);
+                            step.push(record);
                         }
                         at += 1;
                     }
