@@ -443,4 +443,6 @@ fn raise_limits(notes: &mut Vec<String>) -> usize {
 }
 
 #[cfg(test)]
+mod device_log;
+#[cfg(test)]
 mod tests;
