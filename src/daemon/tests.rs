@@ -214,3 +214,42 @@ fn a_long_attribute_can_be_replaced_where_two_fit() {
     assert_eq!(rig.store().setxattr(ino, b"user.three", &[3; 63 << 10], 0), Err(Errno::ENOSPC));
     rig.stop();
 }
+
+#[test]
+fn a_directory_takes_along_what_was_replaced_in_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let mkdir =
+        |name: &str| rig.store().mkdir(ROOT_INO, name.as_bytes(), 0o755, &Rig::caller()).unwrap().attr.ino;
+    let first = mkdir("first");
+    let rename = |from: u64, name: &str, to: u64, new_name: &str| {
+        let caller = Rig::caller();
+        rig.store().rename(from, name.as_bytes(), to, new_name.as_bytes(), 0, &caller).unwrap();
+    };
+    rig.write("old", &[1; 50_000]);
+    rename(ROOT_INO, "old", first, "name");
+    assert_eq!(rig.drain(), Ok(()));
+    // The one that replaces it gets another name while its bytes are on their way, and the directory goes away.
+    rig.faults.hold(crate::l2::Class::WriteBack);
+    rig.write("new", &[2; 50_000]);
+    rename(ROOT_INO, "new", first, "name");
+    rename(first, "name", ROOT_INO, "moved");
+    rig.store().rmdir(ROOT_INO, b"first").unwrap();
+    let is_gone = || rig.store().lock().by_id(crate::store::node::NodeId(first)).is_none();
+    while !is_gone() {
+        std::thread::yield_now();
+    }
+    // It may well be kept where the other was.
+    mkdir("second");
+    rig.store().checkpoint(rig.daemon.volume.as_ref().unwrap()).unwrap();
+    rig.stop();
+
+    let rig = Rig::start(dir.path());
+    assert!(!rig.said("dropped"), "{}", String::from_utf8(rig.events.read(0, 1 << 20)).unwrap());
+    let second = rig.find("second").unwrap();
+    let found = rig.store().lookup(second, b"name", &Rig::caller());
+    assert!(matches!(found, Answer::Now(Err(Errno::ENOENT))));
+    assert_eq!(rig.find("moved"), Err(Errno::ENOENT));
+    assert_eq!(rig.store().snapshot().used_bytes, 0);
+    rig.stop();
+}

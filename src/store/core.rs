@@ -26,6 +26,10 @@ use crate::writeback::queue::PublishQueue;
 /// Marks the blocks of an extent as a hole: they read as zeros and take no space.
 pub const HOLE: u64 = u64::MAX;
 
+/// A directory's list of versions that replace others is looked through when it has this length, and twice that, and
+/// so on: so it stays as long as what is on its way.
+const REPLACING_MIN: usize = 32;
+
 /// What the store was told to do, fixed at start.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -453,16 +457,60 @@ impl Core {
             Some(hot) => std::mem::take(&mut hot.supersedes),
             None => Vec::new(),
         };
+        old.extend(self.take_replaced(idx));
         // What is on its way to the device and still the base of its successor will have a record, too.
         let coming = self.hot(idx).is_some_and(|hot| hot.based > 0) && self.in_write_back(idx);
         if self.node(idx).has(DURABLE) || coming {
             old.push(self.id(idx));
         }
         match successor {
-            Some(new) if !self.settings.memory_only => self.hot_mut(new).supersedes.extend(old),
+            Some(new) if !self.settings.memory_only => self.supersede(new, old),
             _ => self.remove_records(old),
         }
         self.reap(idx);
+    }
+
+    /// Has the records of `ids` stand until that of `new` is there.
+    pub fn supersede(&mut self, new: Idx, ids: Vec<NodeId>) {
+        let new_id = self.id(new);
+        for id in &ids {
+            let Some(parent) = self.by_id(*id).map(|idx| self.node(idx).parent) else { continue };
+            let Some(dir) = self.tree.nodes.get_mut(parent).and_then(Node::dir_mut) else { continue };
+            if dir.replacing.last() == Some(&new_id) {
+                continue;
+            }
+            dir.replacing.push(new_id);
+            if dir.replacing.len() >= REPLACING_MIN && dir.replacing.len().is_power_of_two() {
+                let mut list = std::mem::take(&mut dir.replacing);
+                let waits = |id: &NodeId| {
+                    let hot = self.tree.nodes.by_id(*id).and_then(|node| node.hot.as_ref());
+                    *id == new_id || hot.is_some_and(|hot| !hot.supersedes.is_empty())
+                };
+                list.retain(waits);
+                if let Some(dir) = self.tree.nodes.get_mut(parent).and_then(Node::dir_mut) {
+                    dir.replacing = list;
+                }
+            }
+        }
+        self.hot_mut(new).supersedes.extend(ids);
+    }
+
+    /// What has been replaced in directory `idx` and still has a record. A directory that goes away takes it along:
+    /// its successor may have got a name elsewhere, and a record without its directory would be that of another
+    /// directory once the place is used again.
+    fn take_replaced(&mut self, idx: Idx) -> Vec<NodeId> {
+        let Some(dir) = self.node_mut(idx).dir_mut() else { return Vec::new() };
+        let mut taken = Vec::new();
+        for id in std::mem::take(&mut dir.replacing) {
+            let Some(new) = self.by_id(id) else { continue };
+            let Some(hot) = &mut self.node_mut(new).hot else { continue };
+            let (here, elsewhere): (Vec<_>, Vec<_>) = std::mem::take(&mut hot.supersedes)
+                .into_iter()
+                .partition(|old| self.tree.nodes.by_id(*old).is_some_and(|node| node.parent == idx));
+            self.hot_mut(new).supersedes = elsewhere;
+            taken.extend(here);
+        }
+        taken
     }
 
     /// Has the records of `ids` removed with the next commit.
