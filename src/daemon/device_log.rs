@@ -35,7 +35,7 @@ const MIB: u64 = 1 << 20;
 /// What a recovered store needs for its new files.
 const ROOM: u64 = 2 * MIB;
 /// Images that a test tries unless it is told otherwise.
-const CUTS: usize = 90;
+const CUTS: usize = 120;
 
 fn number(key: &str, otherwise: usize) -> usize {
     std::env::var(key).map_or(otherwise, |text| text.parse().unwrap())
@@ -297,5 +297,12 @@ fn every_prefix_and_torn_subset_under_eviction_recovers() {
 
 #[test]
 fn every_prefix_and_torn_subset_of_killed_daemons_recovers() {
-    run(&Plan { name: "killed", lens: &[44 * MIB], evict: "none", clients: 2, steps: 40, kills: 3 });
+    run(&Plan {
+        name: "killed",
+        lens: &[44 * MIB, 34 * MIB],
+        evict: "none",
+        clients: 2,
+        steps: 40,
+        kills: 3,
+    });
 }

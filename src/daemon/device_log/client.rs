@@ -203,7 +203,13 @@ impl Client {
 
     /// Under another name, and renamed: replaces what is there.
     fn publish(&mut self) -> Done {
-        let (build, path) = (self.at("build"), self.some_name());
+        let path = self.some_name();
+        self.publish_at(&path)?;
+        self.sometimes_fsync(&path)
+    }
+
+    fn publish_at(&mut self, path: &str) -> Done {
+        let build = self.at("build");
         if self.model.latest(&build).is_some() {
             self.unlink(&build)?;
         }
@@ -213,14 +219,14 @@ impl Client {
             let len = self.size();
             let bytes = self.rng.bytes(len);
             write(&self.store, &handle, 0, &bytes)?;
-            self.may(&path, Self::version(bytes, &Attributes::new(), new_file(), false, false));
-            self.move_name(&build, &path)?;
+            self.may(path, Self::version(bytes, &Attributes::new(), new_file(), false, false));
+            self.move_name(&build, path)?;
             close(&self.store, &handle);
         } else {
             self.fill(&build, &handle, Attributes::new())?;
-            self.rename(&build, &path)?;
+            self.rename(&build, path)?;
         }
-        self.sometimes_fsync(&path)
+        Ok(())
     }
 
     fn move_name(&self, from: &str, to: &str) -> Done {
@@ -450,6 +456,12 @@ impl Client {
     /// A directory is emptied and removed, and made anew.
     fn remake_dir(&mut self) -> Done {
         let dir = self.at("d1");
+        if self.rng.percent(50) {
+            // What replaced a file there is elsewhere, and still on its way.
+            let (from, to) = (format!("{dir}/n0"), self.at("n0"));
+            self.publish_at(&from)?;
+            self.rename(&from, &to)?;
+        }
         for path in self.model.below(&dir) {
             if self.model.latest(&path).is_some() {
                 self.unlink(&path)?;
