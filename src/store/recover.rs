@@ -1,9 +1,9 @@
 //! Building the store's state from the catalog.
 //!
 //! Records arrive in any order: a directory's may follow those of its files. So they are first put in their places
-//! and only then tied together. What does not fit together (two files that claim the same blocks, a file without its
-//! directory, two of one name) cannot come from a crash, since commits are whole; but if it is there, it is dropped and
-//! said, never guessed at.
+//! and only then tied together. What does not fit together is dropped and said, never guessed at. Two of one name come
+//! from a crash between a checkpoint and the commit that removes the older one; two files that claim the same blocks and a
+//! file without its directory come from none, since commits are whole.
 
 use super::core::HOLE;
 use super::node::{COMMITTED, Crcs, DURABLE, Detail, Dir, Extents, Idx, Kind, Node, NodeId, ROOT, SLOT};
@@ -95,7 +95,12 @@ impl Recovery {
             }
             self.tree.link_restored(idx, parent);
         }
-        for (idx, why) in lost {
+        // With a directory goes what is below it: its record would name whatever comes to the directory's place.
+        while let Some((idx, why)) = lost.pop() {
+            if let Some(dir) = self.tree.nodes[idx].dir() {
+                let below = || format!("its directory was dropped: {why}");
+                lost.extend(dir.children.values().map(|&child| (child, below())));
+            }
             dropped.push((self.tree.nodes.id(idx), why));
         }
         let allocated_pages = self.claim(&mut dropped);
@@ -105,7 +110,6 @@ impl Recovery {
             self.tree.nodes[idx].extents = Extents::None;
             self.tree.unlink(idx);
         }
-        // What hangs below a directory that was dropped goes with it the next time; it is unreachable until then.
         let mut by_recency: Vec<Idx> = (1..self.tree.nodes.end())
             .filter(|idx| {
                 !gone.contains(idx)
@@ -180,4 +184,43 @@ fn node(put: Put) -> Node {
     // The parent may not be known yet; its id waits in the links, which nothing uses before `finish`.
     node.recency = super::node::Links { prev: (put.parent >> 32) as u32, next: put.parent as u32 };
     node
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put(at: u32, parent: u64, name: &str, kind: u8, seq: u64, extents: Vec<Extent>) -> Record {
+        let size = extents.iter().map(Extent::bytes).sum();
+        Record::Put(Box::new(Put {
+            id: NodeId::new(at, 1).0,
+            parent,
+            name: name.into(),
+            kind,
+            seq,
+            size,
+            extents,
+            ..Put::default()
+        }))
+    }
+
+    /// A checkpoint that was written while a directory was being removed and made anew has both, and what was in it.
+    #[test]
+    fn what_is_in_a_directory_that_is_dropped_goes_with_it() {
+        let mut recovery = Recovery::new(0, 0);
+        recovery.devices(&[1000]);
+        let id = |at| NodeId::new(at, 1).0;
+        recovery.record(put(1, 0, "dir", 1, 1, vec![]));
+        recovery.record(put(2, id(1), "inner", 1, 1, vec![]));
+        recovery.record(put(3, id(2), "file", 0, 1, vec![Extent { start: 8, blocks: 4 }]));
+        recovery.record(put(4, 0, "dir", 1, 2, vec![]));
+        let recovered = recovery.finish();
+        let mut dropped: Vec<Idx> = recovered.dropped.iter().map(|(id, _)| id.idx()).collect();
+        dropped.sort();
+        assert_eq!(dropped, [1, 2, 3]);
+        assert_eq!((recovered.tree.files, recovered.allocated_pages), (0, 0));
+        assert_eq!(recovered.allocators[0].free_blocks(), 1000);
+        assert!(recovered.by_recency.is_empty());
+        assert_eq!(recovered.tree.child(ROOT, b"dir"), Some(4));
+    }
 }

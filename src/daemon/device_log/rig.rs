@@ -102,9 +102,8 @@ impl Rig {
     pub fn check_accounts(&self) -> Result<(), String> {
         // A checkpoint between taking a commit and writing it has both versions of a name.
         let said = self.said();
-        if let Some(line) = said
-            .iter()
-            .find(|line| line.contains("dropped") && !line.contains("a newer version has its name"))
+        if let Some(line) =
+            said.iter().find(|line| line.contains("dropped") && !line.contains("a newer version"))
         {
             return Err(line.clone());
         }
