@@ -253,3 +253,32 @@ fn a_directory_takes_along_what_was_replaced_in_it() {
     assert_eq!(rig.store().snapshot().used_bytes, 0);
     rig.stop();
 }
+
+#[test]
+fn what_was_removed_while_it_was_on_its_way_does_not_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let handle = rig.create("name", &[1; 50_000]);
+    assert_eq!(rig.fsync(&handle), Ok(()));
+    let (tell, told) = channel();
+    rig.store().write(&handle, 50_000, &[1; 50_000], Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(told.recv().unwrap(), Ok(50_000));
+    rig.faults.hold(crate::l2::Class::WriteBack);
+    rig.store().release(&handle);
+    // A version that shows its bytes, and loses the name.
+    let open = || rig.store().open(rig.find("name").unwrap(), libc::O_WRONLY, &Rig::caller());
+    let copy = open().or_else(|_| open()).unwrap();
+    rig.store().unlink(ROOT_INO, b"name", &Rig::caller()).unwrap();
+    while rig.store().lock().queue.pending() && !rig.store().lock().queue.removed.is_empty() {
+        std::thread::yield_now();
+    }
+    rig.faults.release(crate::l2::Class::WriteBack);
+    assert_eq!(rig.drain(), Ok(()));
+    assert_eq!(rig.drain(), Ok(()));
+    rig.stop();
+    drop(copy);
+
+    let rig = Rig::start(dir.path());
+    assert_eq!(rig.find("name"), Err(Errno::ENOENT));
+    rig.stop();
+}

@@ -521,7 +521,6 @@ impl Core {
         for id in ids {
             // What is on its way must not be recorded after its record was removed.
             if let Some(idx) = self.by_id(id)
-                && !self.node(idx).has(DURABLE)
                 && let Some(WriteBack::Queued(seq)) = self.hot(idx).map(|hot| hot.write_back)
             {
                 self.forget_entry(seq, id);
