@@ -72,6 +72,10 @@ impl Fixed {
         let counter = if added.is_ok() { &meters.fixed_regions } else { &meters.refused_regions };
         counter.fetch_add(1, Relaxed);
         let Err(error) = added else { return };
+        if error.raw_os_error() == Some(libc::EFAULT) {
+            // Its file has been cut meanwhile; what is left is announced anew, or used without.
+            return;
+        }
         if !std::mem::replace(&mut self.has_complained, true) {
             log::warn!(
                 "{}: a region of {} bytes is no fixed buffer: {error}; I/O works without, raising the locked \
