@@ -11,7 +11,7 @@ use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::l1::{Pool, PoolConfig, RegionWatcher};
 use crate::l2::volume::{Volume, VolumeOptions, Wrap};
-use crate::l2::{DeviceOptions, EngineKind, EngineOptions};
+use crate::l2::{DeviceOptions, EngineKind, EngineOptions, Made};
 use crate::memory::{Region, RegionId};
 use crate::mount;
 use crate::signals::{self, Stop};
@@ -102,7 +102,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let request = mount::Request::from(&config);
     mount::prepare(&request)?;
     let events = Arc::new(Events::default());
-    let daemon = Daemon::start(&config, &events, ready)?;
+    let mut daemon = Daemon::start(&config, &events, ready)?;
     let wants_passthrough = config.read_path != ReadPath::Daemon;
     let control =
         Arc::new(Control::new(daemon.store.clone(), events.clone(), config.render(), wants_passthrough));
@@ -156,6 +156,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
         }
         return Err(error);
     }
+    daemon.keep_stores();
     match heard.messages.recv() {
         Ok(message) => heard.note(message),
         Err(error) => return Err(Error::caused_by("waiting for the mount", error)),
@@ -195,6 +196,8 @@ struct Daemon {
     volume: Option<Arc<Volume>>,
     threads: Vec<JoinHandle<()>>,
     notes: Vec<String>,
+    /// The store files that this start has made; they go with it if it fails.
+    made: Vec<Made>,
 }
 
 impl Daemon {
@@ -206,11 +209,11 @@ impl Daemon {
         let mut notes = Vec::new();
         let uid = nix::unistd::geteuid().as_raw();
         let gid = nix::unistd::getegid().as_raw();
-        let (volume, recovered) = match open_volume(config, uid, gid, ready, wrap)? {
-            Some((volume, recovered)) => (Some(Arc::new(volume)), recovered),
+        let (volume, recovered, made) = match open_volume(config, uid, gid, ready, wrap)? {
+            Some((volume, recovered, made)) => (Some(Arc::new(volume)), recovered, made),
             None => {
                 notes.push("L2: memory only, what leaves L1 is gone".to_owned());
-                (None, Recovery::new(uid, gid).finish())
+                (None, Recovery::new(uid, gid).finish(), Vec::new())
             }
         };
         if let Some(volume) = &volume {
@@ -262,7 +265,7 @@ impl Daemon {
         }
         core.remove_records(dropped.into_iter().map(|(id, _)| id).collect());
         let store = Store::new(core, pool, volume.clone(), events.clone());
-        let mut daemon = Self { store, volume, threads: Vec::new(), notes };
+        let mut daemon = Self { store, volume, threads: Vec::new(), notes, made };
         daemon.start_threads()?;
         Ok(daemon)
     }
@@ -296,6 +299,11 @@ impl Daemon {
             self.threads.push(thread);
         }
         Ok(())
+    }
+
+    /// The mount works, so what was made for it stays.
+    fn keep_stores(&mut self) {
+        self.made.drain(..).for_each(Made::keep);
     }
 
     /// Waits until everything published is durable. Gives up at the timeout, or when `interrupted`.
@@ -364,7 +372,7 @@ fn open_volume(
     gid: u32,
     ready: &Ready,
     wrap: Option<Wrap>,
-) -> Result<Option<(Volume, Recovered)>> {
+) -> Result<Option<(Volume, Recovered, Vec<Made>)>> {
     if config.is_memory_only() {
         return Ok(None);
     }
@@ -407,7 +415,7 @@ fn open_volume(
             started.elapsed()
         );
     }
-    Ok(Some((opened.volume, recovered)))
+    Ok(Some((opened.volume, recovered, opened.made)))
 }
 
 /// Raises the limit of descriptors as far as allowed, and says how many slabs that leaves room for.

@@ -70,7 +70,11 @@ mod tests {
                 let mut to = vec![0; skip_to + len + 100];
                 // SAFETY: both vectors hold that many bytes after what is skipped.
                 unsafe { copy(from.as_ptr().add(skip_from), to.as_mut_ptr().add(skip_to), len) };
-                assert_eq!(to[skip_to..skip_to + len], from[skip_from..skip_from + len], "{len} {skip_from} {skip_to}");
+                assert_eq!(
+                    to[skip_to..skip_to + len],
+                    from[skip_from..skip_from + len],
+                    "{len} {skip_from} {skip_to}"
+                );
                 assert!(to[..skip_to].iter().chain(&to[skip_to + len..]).all(|&byte| byte == 0));
             }
         }

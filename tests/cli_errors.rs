@@ -101,6 +101,36 @@ fn stores_larger_than_their_device() {
     place.refuses(&["--l1=64MiB", &l2], &[&device.0, "the device holds only 64.0 MiB", "smaller size"]);
 }
 
+/// A store file is preallocated: one that a refused start left behind would fill the disk.
+#[test]
+fn a_start_that_is_refused_leaves_no_store_behind() {
+    let place = Place::new();
+    let l2 = |name: &str, size: &str| format!("--l2={}:{size}", place.at(name));
+    let dir = place.mnt();
+    let pid_file = place.at("pid");
+    run(kvcachefs(["mount", "--daemon", "--l1=64MiB", "--log-level=error", "--pid-file", &pid_file])
+        .arg(l2("old", "64MiB"))
+        .arg(&dir))
+    .expect_success();
+    let pid: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    run(&mut kvcachefs(["umount", &dir])).expect_success();
+    wait_until("the daemon ends", || !is_running(pid));
+    let old = fs::read(place.at("old")).unwrap();
+    for (args, parts) in [
+        (vec![l2("old", "64MiB"), l2("new", "64MiB")], &["old", "1 path"][..]),
+        (vec![l2("new", "64MiB"), l2("old", "64MiB")], &["new", "empty"]),
+        (vec![l2("new", "64MiB"), "--pid-file=/nowhere/pid".to_owned()], &["/nowhere/pid"]),
+        (vec![l2("new", "64MiB"), l2("newer", "16MiB"), "--l2-files-max=1000000".to_owned()], &["too small"]),
+    ] {
+        let args: Vec<_> = args.iter().map(String::as_str).collect();
+        place.refuses(&[&["--l1=64MiB"], args.as_slice()].concat(), parts);
+        for name in ["new", "newer"] {
+            assert!(!Path::new(&place.at(name)).exists(), "{args:?} leaves {name} behind");
+        }
+        assert!(fs::read(place.at("old")).unwrap() == old, "{args:?} changes the old store");
+    }
+}
+
 struct LoopDevice(String);
 
 impl LoopDevice {

@@ -65,8 +65,42 @@ pub struct Device {
     direct: bool,
     notes: Vec<String>,
     engine: Arc<dyn Engine>,
+    made: Option<Made>,
     /// Carries the lock.
     _file: Arc<File>,
+}
+
+/// A store file that opening has made. It goes again, and its space with it, unless somebody keeps it: what a failed
+/// start made is of no use, fills the disk, and looks like a store of the wrong size at the next start.
+#[derive(Debug)]
+pub struct Made {
+    path: PathBuf,
+    /// Device and inode: what is there later under the same name may be another's.
+    identity: (u64, u64),
+    kept: bool,
+}
+
+impl Made {
+    fn new(path: &Path, file: &File) -> Option<Self> {
+        let meta = file.metadata().ok()?;
+        // From the root: a daemon changes its directory.
+        let path = std::path::absolute(path).ok()?;
+        Some(Self { path, identity: (meta.dev(), meta.ino()), kept: false })
+    }
+
+    /// The start has worked.
+    pub fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        let found = || fs::metadata(&self.path).map(|meta| (meta.dev(), meta.ino()));
+        if !self.kept && found().is_ok_and(|found| found == self.identity) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
 }
 
 impl Device {
@@ -78,20 +112,19 @@ impl Device {
             return Err(error(Cause::OddSize { size }));
         }
         let opened = open_exclusively(path, options.size.is_some()).map_err(error)?;
-        let made = opened.is_new;
-        let opened = size_up(opened, path, options.size).inspect_err(|_| {
-            // What a failed start made is of no use, and would look like a store of the wrong size at the next one.
-            if made {
-                let _ = fs::remove_file(path);
-            }
-        });
-        let (file, len, mut notes) = opened.map_err(error)?;
+        let made = opened.is_new.then(|| Made::new(path, &opened.file)).flatten();
+        let (file, len, mut notes) = size_up(opened, path, options.size).map_err(error)?;
         let (direct, alignment) = go_direct(&file, &mut notes);
         let file = Arc::new(file);
         let label = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let target = Target { file: file.clone(), len, grain: if direct { alignment } else { 1 }, label };
         let engine = start_engine(target, options, &mut notes).map_err(error)?;
-        Ok(Self { path: path.to_owned(), len, alignment, direct, notes, engine, _file: file })
+        Ok(Self { path: path.to_owned(), len, alignment, direct, notes, engine, made, _file: file })
+    }
+
+    /// What opening made. It is the caller's to [`Made::keep`] from now on; what nobody takes is kept.
+    pub fn take_made(&mut self) -> Option<Made> {
+        self.made.take()
     }
 
     pub fn path(&self) -> &Path {
@@ -162,6 +195,7 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         self.engine.stop();
+        self.made.take().into_iter().for_each(Made::keep);
     }
 }
 

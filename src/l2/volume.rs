@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use super::journal::{Batch, Journal, Medium};
 use super::record::Record;
 use super::superblock::{FORMAT, Found, Superblock};
-use super::{Device, DeviceError, DeviceOptions, Engine, EngineGauges};
+use super::{Device, DeviceError, DeviceOptions, Engine, EngineGauges, Made};
 use crate::error::{Error, Result};
 use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
 use crate::units::Bytes;
@@ -74,6 +74,8 @@ pub struct Volume {
 pub struct Opened {
     pub volume: Volume,
     pub fresh: bool,
+    /// The files that did not exist before; they go again with this.
+    pub made: Vec<Made>,
 }
 
 fn random_id() -> io::Result<[u8; 16]> {
@@ -99,10 +101,11 @@ impl Volume {
         options: &VolumeOptions,
         reader: &mut dyn CatalogReader,
     ) -> Result<Opened> {
-        let mut devices = Vec::new();
+        let (mut devices, mut made) = (Vec::new(), Vec::new());
         for (path, size) in paths {
-            let device = open_patiently(path, &DeviceOptions { size: *size, ..options.device.clone() })
+            let mut device = open_patiently(path, &DeviceOptions { size: *size, ..options.device.clone() })
                 .map_err(|error| Error::new("", error))?;
+            made.extend(device.take_made());
             devices.push(match options.wrap {
                 Some(wrap) => device.wrap(wrap),
                 None => device,
@@ -111,9 +114,9 @@ impl Volume {
         let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
         let blank = found.iter().all(|found| *found == Found::Blank);
         if options.format || blank {
-            let opened = Self::format(devices, options)?;
-            reader.devices(&data_blocks(&opened.volume.supers));
-            return Ok(opened);
+            let volume = Self::format(devices, options)?;
+            reader.devices(&data_blocks(&volume.supers));
+            return Ok(Opened { volume, fresh: true, made });
         }
         let supers = check(&devices, found)?;
         reader.devices(&data_blocks(&supers));
@@ -136,7 +139,7 @@ impl Volume {
             return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
                 .remedy(LOST));
         }
-        Ok(Opened { volume: Self::joined(first, supers, journal, report.bytes_read), fresh: false })
+        Ok(Opened { volume: Self::joined(first, supers, journal, report.bytes_read), fresh: false, made })
     }
 
     fn joined(
@@ -149,7 +152,7 @@ impl Volume {
         Self { devices, supers, journal: Mutex::new(journal), written, recovery_bytes }
     }
 
-    fn format(devices: Vec<Device>, options: &VolumeOptions) -> Result<Opened> {
+    fn format(devices: Vec<Device>, options: &VolumeOptions) -> Result<Self> {
         let store = random_id().map_err(|error| Error::caused_by("/dev/urandom", error))?;
         let first_len = devices[0].len();
         let total: u64 = devices.iter().map(Device::len).sum();
@@ -200,7 +203,7 @@ impl Volume {
                     .map_err(|error| failed(device, error))?;
             }
         }
-        Ok(Opened { volume: Self::joined(devices, supers, journal, 0), fresh: true })
+        Ok(Self::joined(devices, supers, journal, 0))
     }
 
     pub fn engine(&self, device: usize) -> Arc<dyn Engine> {
