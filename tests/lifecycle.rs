@@ -294,7 +294,11 @@ fn the_service_manager_is_told_of_beginning_and_end() {
             }
         }
     };
-    let mut daemon = kvcachefs(["mount", "--l1=64MiB", "--log-level=error"])
+    // As the unit does it: whatever the file says, the process that was started is the one that serves.
+    let file = mount.scratch.path().join("kv.toml");
+    fs::write(&file, "daemon = true\nl1 = \"64MiB\"\n").unwrap();
+    let mut daemon = kvcachefs(["mount", "--daemon=false", "--log-level=error", "--config"])
+        .arg(&file)
         .arg(mount.path())
         .env("NOTIFY_SOCKET", &socket)
         .spawn()
