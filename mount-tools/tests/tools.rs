@@ -212,7 +212,10 @@ fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
 #[test]
 fn wrong_words_are_one_line_with_a_remedy() {
     let place = Place::new();
-    refuses(&mut kvctl(&[]), &["no command", "use mount, umount, status"]);
+    refuses(&mut kvctl(&[]), &["kvctl: no command given; use mount, umount, status"]);
+    refuses(&mut kvctl(&["umount"]), &["MOUNTPOINT", "is missing", "kvctl umount --help"]);
+    refuses(&mut kvctl(&["status", "/a", "/b"]), &["/b: a second mount point; give one"]);
+    assert!(succeeds(&mut kvctl(&["version"])).starts_with("kvctl "));
     refuses(&mut kvctl(&["dismount"]), &["dismount", "unknown command", "use mount, umount, status"]);
     refuses(&mut kvctl(&["status", "--xml"]), &["--xml", "unknown option", "kvctl --help"]);
     refuses(kvctl(&["umount", "--timeout=5"]).arg(place.mnt()), &["--timeout", "'5' has no unit"]);
@@ -306,5 +309,9 @@ fn the_unit_and_the_fstab_example_name_options_that_exist() {
     }
     assert!(options > 5);
     let unit = fs::read_to_string(root.join("kvcachefs@.service")).unwrap();
-    assert!(unit.contains("Type=notify") && unit.contains("LimitMEMLOCK=infinity"));
+    assert!(
+        unit.contains("Type=notify")
+            && unit.contains("--daemon=false")
+            && unit.contains("LimitMEMLOCK=infinity")
+    );
 }

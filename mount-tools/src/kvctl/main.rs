@@ -63,6 +63,8 @@ enum Cmd {
         #[arg(short = 'f', long)]
         follow: bool,
     },
+    /// Print the version.
+    Version,
 }
 
 fn main() -> ExitCode {
@@ -86,13 +88,15 @@ fn failed(error: &Error) -> ExitCode {
 
 /// The daemon's words for a wrong command line, with this program's remedies.
 fn understood(error: &clap::Error) -> Error {
-    const COMMANDS: &str = "use mount, umount, status, stats or events";
+    const COMMANDS: &str = "use mount, umount, status, stats, events or version";
     match error.kind() {
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            Error::new("kvctl", "no command given").remedy(COMMANDS)
+            Error::new("no command given", "").remedy(COMMANDS)
         }
         ErrorKind::InvalidSubcommand => usage_error(error).remedy(COMMANDS),
-        ErrorKind::UnknownArgument => usage_error(error).remedy("kvctl --help shows how"),
+        ErrorKind::UnknownArgument if error.to_string().contains("'--") => {
+            usage_error(error).remedy("kvctl --help shows how")
+        }
         _ => usage_error(error),
     }
 }
@@ -108,6 +112,7 @@ fn act(command: Cmd) -> Result<()> {
         Cmd::Status { mountpoint, json } => show::status(mountpoint.as_deref(), json),
         Cmd::Stats { mountpoint } => show::file(mountpoint.as_deref(), "stats"),
         Cmd::Events { mountpoint, follow } => show::events(mountpoint.as_deref(), follow),
+        Cmd::Version => print(format!("kvctl {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
     }
 }
 

@@ -112,7 +112,7 @@ fn all() -> Result<Vec<Entry>> {
 }
 
 fn none() -> Error {
-    Error::new("kvcachefs", "none is mounted").remedy("mount one: kvctl mount --l1 4GiB DIR")
+    Error::new("no kvcachefs is mounted", "").remedy("mount one: kvctl mount --l1 4GiB DIR")
 }
 
 fn ours(dir: &Path) -> Result<Entry> {
