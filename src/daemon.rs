@@ -19,7 +19,7 @@ use crate::stats::Events;
 use crate::store::core::{Core, Settings};
 use crate::store::recover::{Recovered, Recovery};
 use crate::store::{Store, UnitReply};
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 
 /// Threads that check what comes from the devices and answer clients.
 const COMPLETION_THREADS: usize = 2;
@@ -388,6 +388,7 @@ fn open_volume(
         files_max: config.l2_files_max,
         device: DeviceOptions {
             size: None,
+            remake: config.format,
             kind: match config.l2_engine {
                 L2Engine::Auto => EngineKind::Auto,
                 L2Engine::Uring => EngineKind::Uring,
@@ -400,18 +401,19 @@ fn open_volume(
     let started = Instant::now();
     let opened = Volume::open(&paths, &options, &mut recovery)?;
     let recovered = recovery.finish();
+    opened.warnings.iter().for_each(|warning| log::warn!("{warning}"));
     if opened.fresh {
         log::info!(
-            "made a new store of {} on {} path(s)",
-            Bytes(opened.volume.capacity_pages() * 4096),
-            paths.len()
+            "made a new store on {}: {} for files; the catalog, its log and a reserve take the rest",
+            counted(paths.len() as u64, "path"),
+            Bytes(opened.volume.capacity_pages() * 4096).approx()
         );
     } else {
         log::info!(
-            "store opened: {} files, {} in use, {} of catalog read in {:?}",
-            recovered.tree.files,
-            Bytes(recovered.allocated_pages * 4096),
-            Bytes(opened.volume.recovery_bytes()),
+            "store opened: {}, {} in use, {} of catalog read in {:.0?}",
+            counted(recovered.tree.files, "file"),
+            Bytes(recovered.allocated_pages * 4096).approx(),
+            Bytes(opened.volume.recovery_bytes()).approx(),
             started.elapsed()
         );
     }

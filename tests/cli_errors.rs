@@ -39,6 +39,19 @@ impl Place {
         run(kvcachefs(["mount", "--log-level=error"]).args(args).arg(self.mnt()))
     }
 
+    /// Mounts, unmounts again when the daemon has stored everything, and answers its log.
+    fn mounts(&self, args: &[&str]) -> String {
+        let (pid_file, log) = (self.at("daemon.pid"), self.at("daemon.log"));
+        let mut command = kvcachefs(["mount", "--daemon", "--l1=64MiB", "--pid-file", &pid_file]);
+        run(command.args(["--log-file", &log]).args(args).arg(self.mnt())).expect_success();
+        let pid: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+        run(&mut kvcachefs(["umount", &self.mnt()])).expect_success();
+        wait_until("the daemon ends", || !is_running(pid));
+        let text = fs::read_to_string(&log).unwrap();
+        fs::remove_file(&log).unwrap();
+        text
+    }
+
     fn refuses(&self, args: &[&str], parts: &[&str]) {
         self.mount(args).expect_refusal(parts);
         assert_eq!(mounts_on(Path::new(&self.mnt())), 0, "{args:?}: mounted");
@@ -51,13 +64,14 @@ fn wrong_words() {
     place.refuses(&["--l3=1GiB"], &["--l3", "unknown option", "mount --help"]);
     place.refuses(&["--cache-size=1GiB"], &["--cache-size", "unknown option", "mount --help"]);
     place.refuses(&["--dirty-limits=1GiB"], &["--dirty-limits", "did you mean --dirty-limit"]);
-    place.refuses(&["-o", "ro,bogus=1"], &["-o", "bogus", "unknown option"]);
+    place.refuses(&["-o", "ro,bogus=1"], &["-o bogus: unknown option"]);
     place.refuses(&["--evict=fifo"], &["--evict", "fifo", "use lru or none"]);
     place.refuses(&["--threads=many"], &["--threads", "many"]);
     place.refuses(&["--threads=1000"], &["--threads", "1000", "give 2 to 64"]);
     place.refuses(&["--l1=1GiB", "--l1=2GiB"], &["--l1", "given twice", "give it once"]);
     run(&mut kvcachefs(["mnt"])).expect_refusal(&["mnt", "unknown command", "use mount, umount or version"]);
-    run(&mut kvcachefs::<&str>([])).expect_refusal(&["no command", "use mount, umount or version"]);
+    run(&mut kvcachefs::<&str>([]))
+        .expect_refusal(&["kvcachefs: no command given; use mount, umount or version"]);
     run(&mut kvcachefs(["mount"])).expect_refusal(&["MOUNTPOINT", "missing"]);
     run(&mut kvcachefs(["umount"])).expect_refusal(&["MOUNTPOINT"]);
     run(&mut kvcachefs(["umount", "/proc"])).expect_refusal(&["/proc", "type proc", "use umount"]);
@@ -98,7 +112,7 @@ fn stores_larger_than_their_device() {
 
     let device = LoopDevice::new(&place, 64 << 20);
     let l2 = format!("--l2={}:1GiB", device.0);
-    place.refuses(&["--l1=64MiB", &l2], &[&device.0, "the device holds only 64.0 MiB", "smaller size"]);
+    place.refuses(&["--l1=64MiB", &l2], &[&device.0, "the device holds only 64MiB", "smaller size"]);
 }
 
 /// A store file is preallocated: one that a refused start left behind would fill the disk.
@@ -106,15 +120,7 @@ fn stores_larger_than_their_device() {
 fn a_start_that_is_refused_leaves_no_store_behind() {
     let place = Place::new();
     let l2 = |name: &str, size: &str| format!("--l2={}:{size}", place.at(name));
-    let dir = place.mnt();
-    let pid_file = place.at("pid");
-    run(kvcachefs(["mount", "--daemon", "--l1=64MiB", "--log-level=error", "--pid-file", &pid_file])
-        .arg(l2("old", "64MiB"))
-        .arg(&dir))
-    .expect_success();
-    let pid: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
-    run(&mut kvcachefs(["umount", &dir])).expect_success();
-    wait_until("the daemon ends", || !is_running(pid));
+    place.mounts(&[&l2("old", "64MiB")]);
     let old = fs::read(place.at("old")).unwrap();
     for (args, parts) in [
         (vec![l2("old", "64MiB"), l2("new", "64MiB")], &["old", "1 path"][..]),
@@ -129,6 +135,44 @@ fn a_start_that_is_refused_leaves_no_store_behind() {
         }
         assert!(fs::read(place.at("old")).unwrap() == old, "{args:?} changes the old store");
     }
+}
+
+/// What a refusal tells people to do works, and the log says what it has cost.
+#[test]
+fn a_store_keeps_its_size_until_it_is_made_anew() {
+    let place = Place::new();
+    let l2 = |name: &str, size: &str| format!("--l2={}{size}", place.at(name));
+    let len = |name: &str| fs::metadata(place.at(name)).unwrap().len();
+    let small = place.write("kv", "6 bytes");
+    place.refuses(&["--l1=64MiB", &l2("kv", "")], &[&small, "7 bytes", "give a size and --format"]);
+    place.refuses(&["--l1=64MiB", &l2("kv", ":64MiB")], &[&small, "7B", "give --format"]);
+    let log = place.mounts(&[&l2("kv", ":64MiB"), "--format"]);
+    assert!(log.contains("--format overwrote what was no kvcachefs store"), "{log}");
+    assert!(log.contains("on 1 path:") && log.contains("MiB for files"), "{log}");
+    assert_eq!(len("kv"), 64 << 20);
+    for (size, other) in [(":128MiB", 128), (":32MiB", 32)] {
+        place.refuses(&["--l1=64MiB", &l2("kv", size)], &[&small, "leave out the size", "--format"]);
+        assert!(!place.mounts(&[&l2("kv", "")]).contains("--format"));
+        let log = place.mounts(&[&l2("kv", size), "--format"]);
+        assert!(log.contains("--format emptied the store of ") && log.contains(" made 2"), "{log}");
+        assert_eq!(len("kv"), other << 20);
+    }
+    // Where one of several is refused, none is cut.
+    let file = fs::File::open(place.at("kv")).unwrap();
+    file.try_lock().unwrap();
+    place.write("other", &"x".repeat(32 << 20));
+    let both = [&l2("other", ":16MiB"), &l2("kv", ":16MiB"), "--format", "--l1=64MiB"];
+    place.refuses(&both, &["kv", "in use"]);
+    drop(file);
+    assert_eq!((len("other"), len("kv")), (32 << 20, 32 << 20));
+    assert!(fs::read(place.at("other")).unwrap().iter().all(|byte| *byte == b'x'));
+
+    fs::OpenOptions::new().write(true).open(place.at("kv")).unwrap().set_len(48 << 20).unwrap();
+    let log = place.mounts(&[&l2("kv", "")]);
+    assert!(log.contains("kv: 16MiB at its end are not used") && log.contains("--format"), "{log}");
+    place.write("mnt/below", "");
+    let log = place.mounts(&[]);
+    assert_eq!(log.matches("is not empty").count(), 1, "{log}");
 }
 
 struct LoopDevice(String);
@@ -169,6 +213,8 @@ fn paths_that_are_not_what_they_should_be() {
     let twice = l2(&format!("{}:64MiB", place.at("s")));
     place.refuses(&[&twice, &twice], &["--l2", "given twice"]);
     place.refuses(&["--format"], &["--format", "no L2", "--l2 PATH:SIZE"]);
+    place.refuses(&["-o", "remount,ro"], &["-o remount", "not supported", "mount again"]);
+    run(&mut kvcachefs(["mount", &place.mnt(), &missing])).expect_refusal(&[&missing, "second mount point"]);
     place.refuses(&["--l1=64MiB", "--log-file=/nowhere/log"], &["--log-file", "/nowhere/log"]);
     place.refuses(&["--l1=64MiB", "--pid-file=/nowhere/pid"], &["--pid-file", "/nowhere/pid"]);
 }

@@ -22,7 +22,9 @@ use nix::fcntl::{FallocateFlags, FcntlArg, OFlag, fallocate, fcntl};
 use nix::sys::statvfs::fstatvfs;
 
 use super::{Class, Direction, Engine, EngineOptions, Io, Target, Threads, Uring};
+use crate::config::L2_MIN;
 use crate::memory::{PAGE, Span};
+use crate::units::Bytes;
 
 /// Which engine to use.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -53,6 +55,8 @@ pub struct DeviceOptions {
     /// Bytes, a multiple of 4096. Needed to create a file; otherwise what the file must have, and at most what
     /// the block device has. `None`: whatever is there.
     pub size: Option<u64>,
+    /// The store is made anew, so a file gets the size that is asked for, whatever it has.
+    pub remake: bool,
     pub kind: EngineKind,
     pub engine: EngineOptions,
 }
@@ -67,7 +71,7 @@ pub struct Device {
     engine: Arc<dyn Engine>,
     made: Option<Made>,
     /// Carries the lock.
-    _file: Arc<File>,
+    file: Arc<File>,
 }
 
 /// A store file that opening has made. It goes again, and its space with it, unless somebody keeps it: what a failed
@@ -113,18 +117,32 @@ impl Device {
         }
         let opened = open_exclusively(path, options.size.is_some()).map_err(error)?;
         let made = opened.is_new.then(|| Made::new(path, &opened.file)).flatten();
-        let (file, len, mut notes) = size_up(opened, path, options.size).map_err(error)?;
+        let (file, len, mut notes) = size_up(opened, path, options).map_err(error)?;
         let (direct, alignment) = go_direct(&file, &mut notes);
         let file = Arc::new(file);
         let label = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let target = Target { file: file.clone(), len, grain: if direct { alignment } else { 1 }, label };
         let engine = start_engine(target, options, &mut notes).map_err(error)?;
-        Ok(Self { path: path.to_owned(), len, alignment, direct, notes, engine, made, _file: file })
+        Ok(Self { path: path.to_owned(), len, alignment, direct, notes, engine, made, file })
     }
 
     /// What opening made. It is the caller's to [`Made::keep`] from now on; what nobody takes is kept.
     pub fn take_made(&mut self) -> Option<Made> {
         self.made.take()
+    }
+
+    /// Whether nobody else has it; what does not exist is free.
+    pub fn check_free(path: &Path) -> Result<(), DeviceError> {
+        match open_exclusively(path, false) {
+            Ok(_) | Err(Cause::Missing) => Ok(()),
+            Err(cause) => Err(DeviceError { path: path.to_owned(), cause }),
+        }
+    }
+
+    /// Cuts off what a file has beyond the length that is used.
+    pub fn cut(&self) -> io::Result<()> {
+        let found = self.file.metadata()?;
+        if found.is_file() && found.len() > self.len { self.file.set_len(self.len) } else { Ok(()) }
     }
 
     pub fn path(&self) -> &Path {
@@ -236,7 +254,8 @@ fn open_exclusively(path: &Path, may_create: bool) -> Result<Opened, Cause> {
 }
 
 /// Makes sure that the device is as large as asked, and a file's space really there.
-fn size_up(opened: Opened, path: &Path, size: Option<u64>) -> Result<(File, u64, Vec<String>), Cause> {
+fn size_up(opened: Opened, path: &Path, options: &DeviceOptions) -> Result<(File, u64, Vec<String>), Cause> {
+    let size = options.size;
     let Opened { mut file, is_block, .. } = opened;
     let mut notes = Vec::new();
     if is_block {
@@ -254,9 +273,9 @@ fn size_up(opened: Opened, path: &Path, size: Option<u64>) -> Result<(File, u64,
     let len = match size {
         None if is_new => return Err(Cause::Missing),
         None => found.len() - found.len() % PAGE as u64,
-        Some(size) if is_new => size,
-        Some(size) if size < found.len() => return Err(Cause::WouldShrink { asked: size, has: found.len() }),
-        Some(size) if size > found.len() => return Err(Cause::SmallFile { asked: size, has: found.len() }),
+        // One that is too long is cut when it is certain that the new store can be made.
+        Some(size) if is_new || options.remake => size,
+        Some(size) if size != found.len() => return Err(Cause::OtherSize { asked: size, has: found.len() }),
         Some(size) => size,
     };
     if len == 0 {
@@ -367,8 +386,7 @@ enum Cause {
     InUse,
     Mounted,
     OddSize { size: u64 },
-    WouldShrink { asked: u64, has: u64 },
-    SmallFile { asked: u64, has: u64 },
+    OtherSize { asked: u64, has: u64 },
     SmallDevice { asked: u64, has: u64 },
     NoSpace { missing: u64, free: u64 },
     NoEngine(String),
@@ -401,19 +419,21 @@ impl fmt::Display for DeviceError {
             Cause::OddSize { size } => {
                 write!(f, "{size} bytes is no size for a store: use a positive multiple of 4096")
             }
-            Cause::WouldShrink { asked, has } => write!(
-                f,
-                "it has {has} bytes, more than the {asked} asked for, and stores never shrink: ask for {has}, or \
-                 remove the file to start empty"
-            ),
-            Cause::SmallFile { asked, has } => write!(
-                f,
-                "it has {has} bytes, less than the {asked} asked for: ask for {has}, or remove the file to start empty"
-            ),
+            Cause::OtherSize { asked, has } => {
+                let than = if has < asked { "less" } else { "more" };
+                let (has, asked) = (Bytes(*has), Bytes(*asked));
+                write!(f, "it has {has}, {than} than the {asked} asked for, and a store keeps its size: ")?;
+                if has >= L2_MIN {
+                    write!(f, "leave out the size to open it as it is, or ")?;
+                }
+                write!(f, "give --format to make a new one of {asked}, which loses what is in it")
+            }
             Cause::SmallDevice { asked, has } => {
                 write!(
                     f,
-                    "the block device has {has} bytes, less than the {asked} asked for: ask for at most {has}"
+                    "the block device has {}, less than the {} asked for: leave out the size to take it whole",
+                    Bytes(*has),
+                    Bytes(*asked)
                 )
             }
             Cause::NoSpace { missing, free } => write!(

@@ -22,7 +22,7 @@ use super::superblock::{FORMAT, Found, Superblock};
 use super::{Device, DeviceError, DeviceOptions, Engine, EngineGauges, Made};
 use crate::error::{Error, Result};
 use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
-use crate::units::Bytes;
+use crate::units::{Bytes, counted, date};
 
 /// Where the superblock's copy is. Devices tear writes at sectors, not over pages that are apart.
 const COPY_AT: u64 = PAGE as u64;
@@ -76,6 +76,8 @@ pub struct Opened {
     pub fresh: bool,
     /// The files that did not exist before; they go again with this.
     pub made: Vec<Made>,
+    /// What a person should hear about the stores, a sentence each: what was overwritten, what is not used.
+    pub warnings: Vec<String>,
 }
 
 fn random_id() -> io::Result<[u8; 16]> {
@@ -101,10 +103,17 @@ impl Volume {
         options: &VolumeOptions,
         reader: &mut dyn CatalogReader,
     ) -> Result<Opened> {
+        if options.format {
+            // Before any is changed: of a set that is refused, all stay as they are.
+            for (path, _) in paths {
+                patiently(|| Device::check_free(path)).map_err(|error| Error::new("", error))?;
+            }
+        }
         let (mut devices, mut made) = (Vec::new(), Vec::new());
         for (path, size) in paths {
-            let mut device = open_patiently(path, &DeviceOptions { size: *size, ..options.device.clone() })
-                .map_err(|error| Error::new("", error))?;
+            let options_of = DeviceOptions { size: *size, remake: options.format, ..options.device.clone() };
+            let mut device =
+                patiently(|| Device::open(path, &options_of)).map_err(|error| Error::new("", error))?;
             made.extend(device.take_made());
             devices.push(match options.wrap {
                 Some(wrap) => device.wrap(wrap),
@@ -114,11 +123,13 @@ impl Volume {
         let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
         let blank = found.iter().all(|found| *found == Found::Blank);
         if options.format || blank {
+            let warnings = devices.iter().zip(&found).filter_map(overwritten).collect();
             let volume = Self::format(devices, options)?;
             reader.devices(&data_blocks(&volume.supers));
-            return Ok(Opened { volume, fresh: true, made });
+            return Ok(Opened { volume, fresh: true, made, warnings });
         }
         let supers = check(&devices, found)?;
+        let warnings = devices.iter().zip(&supers).filter_map(unused).collect();
         reader.devices(&data_blocks(&supers));
         let first = Arc::new(devices);
         let medium = Arc::new(FirstDevice(first.clone()));
@@ -139,7 +150,8 @@ impl Volume {
             return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
                 .remedy(LOST));
         }
-        Ok(Opened { volume: Self::joined(first, supers, journal, report.bytes_read), fresh: false, made })
+        let volume = Self::joined(first, supers, journal, report.bytes_read);
+        Ok(Opened { volume, fresh: false, made, warnings })
     }
 
     fn joined(
@@ -189,6 +201,9 @@ impl Volume {
         }
         let devices = Arc::new(devices);
         let failed = |device: &Device, error: io::Error| Error::new(device.path().display(), error);
+        for device in devices.iter() {
+            device.cut().map_err(|error| failed(device, error))?;
+        }
         let region = META_AT..META_AT + meta_len;
         // The journal first: a store with a superblock has a journal.
         let journal = Journal::format(Arc::new(FirstDevice(devices.clone())), region, log, &store)
@@ -309,10 +324,12 @@ impl Volume {
 /// of the file and its lock, a little later than of the process.
 const IN_USE_PATIENCE: Duration = Duration::from_secs(5);
 
-fn open_patiently(path: &Path, options: &DeviceOptions) -> std::result::Result<Device, DeviceError> {
+fn patiently<T>(
+    open: impl Fn() -> std::result::Result<T, DeviceError>,
+) -> std::result::Result<T, DeviceError> {
     let deadline = Instant::now() + IN_USE_PATIENCE;
     loop {
-        match Device::open(path, options) {
+        match open() {
             Err(error) if error.is_in_use() && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(50));
             }
@@ -366,6 +383,34 @@ fn read_super(device: &Device) -> Result<Found> {
     Ok(result)
 }
 
+/// What `--format` takes away.
+fn overwritten((device, found): (&Device, &Found)) -> Option<String> {
+    let what = match found {
+        Found::Blank => return None,
+        Found::Ours(store) => format!(
+            "emptied the store of {} that was made {}",
+            Bytes(store.len).approx(),
+            date(store.made / 1_000_000_000)
+        ),
+        Found::Format(format) => format!("overwrote a store of format {format}"),
+        Found::Damaged => "overwrote a store whose superblock was damaged".to_owned(),
+        Found::Foreign => "overwrote what was no kvcachefs store".to_owned(),
+    };
+    Some(format!("{}: --format {what}", device.path().display()))
+}
+
+/// A store has the size that it was made with, though its file or device may have grown since.
+fn unused((device, superblock): (&Device, &Superblock)) -> Option<String> {
+    let rest = device.len().checked_sub(superblock.len).filter(|rest| *rest > 0)?;
+    Some(format!(
+        "{}: {} at its end are not used, since the store was made with {}; a new one made with --format, which loses \
+         what is in it, takes all",
+        device.path().display(),
+        Bytes(rest).approx(),
+        Bytes(superblock.len).approx()
+    ))
+}
+
 /// Whether the devices are those of one store, complete and in order.
 fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
     const NEW: &str =
@@ -384,7 +429,11 @@ fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
                 } else if superblock.block_bytes != crate::store::hot::BLOCK as u32 {
                     Some(format!("it was made with blocks of {} bytes", superblock.block_bytes))
                 } else if superblock.devices as usize != devices.len() {
-                    Some(format!("its store has {} paths, {} are given", superblock.devices, devices.len()))
+                    Some(format!(
+                        "its store has {}, {} given",
+                        counted(u64::from(superblock.devices), "path"),
+                        if devices.len() == 1 { "1 is".to_owned() } else { format!("{} are", devices.len()) }
+                    ))
                 } else if superblock.device as usize != at {
                     Some(format!("it is path {} of its store, not {}", superblock.device + 1, at + 1))
                 } else if supers.first().is_some_and(|first: &Superblock| first.store != superblock.store) {
