@@ -17,6 +17,7 @@ use super::node::{
 };
 use super::promote::{AroundRead, Load};
 use super::read::Served;
+use super::tally::Tallies;
 use super::tree::Tree;
 use crate::l1::{Owner, Pool};
 use crate::l2::{Allocator, Extent};
@@ -111,6 +112,7 @@ pub struct Core {
     pub effects: Vec<Effect>,
     /// Lines for `.ctl/events`.
     pub events: Vec<String>,
+    pub tallies: Tallies,
     pub wakes: Wakes,
     pub calls: Calls,
     pub droppable: Ends,
@@ -160,6 +162,7 @@ impl Core {
             counters: Counters::default(),
             effects: Vec::new(),
             events: Vec::new(),
+            tallies: Tallies::default(),
             wakes: Wakes::default(),
             calls: Calls::default(),
             droppable: Ends::default(),
@@ -650,7 +653,7 @@ impl Core {
     pub fn new_node(&mut self, detail: Detail, mode: u32, uid: u32, gid: u32) -> Result<Idx, Errno> {
         let full = self.tree.nodes.count() as u64 >= self.settings.files_max;
         if full && !(self.settings.evict && self.evict_file()) {
-            return Err(Errno::ENOSPC);
+            return Err(self.no_space());
         }
         let node = Node::new(detail, (mode & 0o7777) as u16, uid, gid, now());
         Ok(self.tree.nodes.insert(node))

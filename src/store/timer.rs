@@ -83,6 +83,7 @@ impl Store {
             if tend <= now {
                 core.end_changes(now);
                 core.end_expectations(now);
+                core.tell_tallies(now);
                 if !core.waiters.is_empty() {
                     core.wakes.admission = true;
                     core.wakes.writer = true;

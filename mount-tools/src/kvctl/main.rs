@@ -56,7 +56,7 @@ enum Cmd {
     },
     /// Print the counters of a mount, one a line.
     Stats { mountpoint: Option<PathBuf> },
-    /// Print what has happened on a mount.
+    /// Print what has happened on a mount since it was mounted; times are UTC.
     Events {
         mountpoint: Option<PathBuf>,
         /// Go on until it is unmounted.
