@@ -243,14 +243,30 @@ fn open_exclusively(path: &Path, may_create: bool) -> Result<Opened, Cause> {
     }
     let file = options.open(path).map_err(|error| match error.raw_os_error() {
         Some(libc::EBUSY) => Cause::Mounted,
-        Some(libc::EEXIST) => Cause::InUse, // somebody else made it a moment ago
+        Some(libc::EEXIST) => Cause::InUse(None), // somebody else made it a moment ago
         _ => Cause::step("opening it")(error),
     })?;
     file.try_lock().map_err(|error| match error {
-        TryLockError::WouldBlock => Cause::InUse,
+        TryLockError::WouldBlock => Cause::InUse(holder(&file)),
         TryLockError::Error(error) => Cause::step("locking it")(error),
     })?;
     Ok(Opened { file, is_block, is_new: kind.is_none() })
+}
+
+/// The process that has locked the file, and its name, as /proc/locks tells it:
+/// `1: FLOCK  ADVISORY  WRITE 708 00:2f:13 0 EOF`, with the device in hexadecimal and the inode in decimal.
+fn holder(file: &File) -> Option<(i32, String)> {
+    let meta = file.metadata().ok()?;
+    let (major, minor) = (nix::sys::stat::major(meta.dev()), nix::sys::stat::minor(meta.dev()));
+    let wanted = format!("{major:02x}:{minor:02x}:{}", meta.ino());
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let pid = locks.lines().find_map(|line| {
+        let fields: Vec<_> = line.split_whitespace().collect();
+        let at = fields.iter().position(|field| *field == "FLOCK")?;
+        (fields.get(at + 4) == Some(&wanted.as_str())).then(|| fields[at + 3].parse().ok())?
+    })?;
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some((pid, name.trim_end().to_owned()))
 }
 
 /// Makes sure that the device is as large as asked, and a file's space really there.
@@ -383,14 +399,29 @@ pub struct DeviceError {
 enum Cause {
     Missing,
     WrongKind,
-    InUse,
+    /// Who holds it, if the kernel tells.
+    InUse(Option<(i32, String)>),
     Mounted,
-    OddSize { size: u64 },
-    OtherSize { asked: u64, has: u64 },
-    SmallDevice { asked: u64, has: u64 },
-    NoSpace { missing: u64, free: u64 },
+    OddSize {
+        size: u64,
+    },
+    OtherSize {
+        asked: u64,
+        has: u64,
+    },
+    SmallDevice {
+        asked: u64,
+        has: u64,
+    },
+    NoSpace {
+        missing: u64,
+        free: u64,
+    },
     NoEngine(String),
-    Step { what: &'static str, error: io::Error },
+    Step {
+        what: &'static str,
+        error: io::Error,
+    },
 }
 
 impl Cause {
@@ -402,7 +433,7 @@ impl Cause {
 impl DeviceError {
     /// Whether another daemon, or a mount, has the device.
     pub fn is_in_use(&self) -> bool {
-        matches!(self.cause, Cause::InUse | Cause::Mounted)
+        matches!(self.cause, Cause::InUse(_) | Cause::Mounted)
     }
 }
 
@@ -412,7 +443,13 @@ impl fmt::Display for DeviceError {
         match &self.cause {
             Cause::Missing => write!(f, "there is no store: give a size to create one"),
             Cause::WrongKind => write!(f, "neither a regular file nor a block device: name one of these"),
-            Cause::InUse => write!(f, "in use by another kvcachefs: stop that one, or use another path"),
+            Cause::InUse(None) => {
+                write!(f, "in use by another kvcachefs: stop that one, or use another path")
+            }
+            Cause::InUse(Some((pid, name))) => write!(
+                f,
+                "in use by {name}, pid {pid}: wait if it is stopping, end it with kill {pid}, or use another path"
+            ),
             Cause::Mounted => {
                 write!(f, "in use, mounted or held by another program: unmount it, or use another device")
             }
