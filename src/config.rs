@@ -420,7 +420,7 @@ impl Config {
             if !seen.insert(identity(&spec.path)) {
                 return Err(Error::new(what, "the same store is given twice").remedy("give every store once"));
             }
-            spec.check(self.format).map_err(|error| error.within(what))?;
+            spec.check(self.format, self.read_only).map_err(|error| error.within(what))?;
         }
         Ok(())
     }

@@ -111,7 +111,8 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let (sender, messages) = channel();
     // Before there is a mount: a signal that came just after it would leave it behind, dead.
     let watched = signals::watch(sender.clone());
-    let (_watch, mounted) = match watched.and_then(|watch| Ok((watch, mount::mount(&request)?))) {
+    let marked = watched.and_then(|watch| daemon.mark_in_use().map(|()| watch));
+    let (_watch, mounted) = match marked.and_then(|watch| Ok((watch, mount::mount(&request)?))) {
         Ok(both) => both,
         Err(error) => {
             daemon.stop();
@@ -171,6 +172,12 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
             log::warn!("{error}");
         }
         // It has been detached: the session ends once the last client has let go. A client that does not is left behind.
+        if !heard.ends_within(PARTING.min(timeout)) && !heard.wants_now() {
+            let stored = if stored.is_ok() { "everything is stored" } else { "the mount is detached" };
+            log::info!(
+                "stopping: {stored}; waiting up to {timeout:?} for clients that hold files; a second signal ends at once"
+            );
+        }
         if !heard.ends_within(timeout) {
             log::warn!("clients still use the mount; ending without them");
         }
@@ -194,6 +201,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
 struct Daemon {
     store: Arc<Store>,
     volume: Option<Arc<Volume>>,
+    read_only: bool,
     threads: Vec<JoinHandle<()>>,
     notes: Vec<String>,
     /// The store files that this start has made; they go with it if it fails.
@@ -263,9 +271,12 @@ impl Daemon {
             log::error!("{path} was dropped from the catalog: {why}");
             events.push(format!("dropped {path}: {why}"));
         }
-        core.remove_records(dropped.into_iter().map(|(id, _)| id).collect());
+        if !config.read_only {
+            core.remove_records(dropped.into_iter().map(|(id, _)| id).collect());
+        }
         let store = Store::new(core, pool, volume.clone(), events.clone());
-        let mut daemon = Self { store, volume, threads: Vec::new(), notes, made };
+        let read_only = config.read_only;
+        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made };
         daemon.start_threads()?;
         Ok(daemon)
     }
@@ -340,10 +351,23 @@ impl Daemon {
         }
     }
 
-    /// Stores what is left and a checkpoint, so that recency survives.
+    /// Has the next start see an end that was not clean. From here on there may be something to lose.
+    fn mark_in_use(&self) -> Result<()> {
+        match &self.volume {
+            Some(volume) if !self.read_only => volume
+                .mark_in_use()
+                .map_err(|error| Error::caused_by("the catalog", error).remedy("check the device")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Stores what is left and a checkpoint, so that recency survives. A read-only mount leaves the store as it was.
     fn finish(&self, timeout: Duration, interrupted: impl FnMut() -> bool) -> Result<()> {
         let Some(volume) = &self.volume else { return Ok(()) };
         self.drain_until(timeout, interrupted)?;
+        if self.read_only {
+            return Ok(());
+        }
         if let Err(error) = self.store.checkpoint(volume) {
             log::warn!("the last checkpoint failed: {error}; the log has everything but the times of access");
         }
@@ -385,6 +409,7 @@ fn open_volume(
     let options = VolumeOptions {
         wrap,
         format: config.format,
+        read_only: config.read_only,
         files_max: config.l2_files_max,
         device: DeviceOptions {
             size: None,

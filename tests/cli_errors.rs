@@ -175,6 +175,38 @@ fn a_store_keeps_its_size_until_it_is_made_anew() {
     assert_eq!(log.matches("is not empty").count(), 1, "{log}");
 }
 
+#[test]
+fn a_pid_file_of_another_daemon_is_not_taken_over() {
+    let mut mount = Mount::new();
+    mount.stop();
+    let pid_file = mount.scratch.path().join("pid");
+    let shown = pid_file.to_str().unwrap().to_owned();
+    // A number that means nothing any more is no reason to refuse: here it is that of this test.
+    fs::write(&pid_file, format!("{}\n", std::process::id())).unwrap();
+    mount.set_extra(&["--pid-file", &shown]);
+    mount.start();
+    let pid = mount.pid().to_string();
+    wait_until("the pid file", || fs::read_to_string(&pid_file).unwrap().trim() == pid);
+    let place = Place::new();
+    place.refuses(&["--l1=64MiB", "--pid-file", &shown], &["--pid-file", &shown, &pid, "which runs"]);
+    assert_eq!(fs::read_to_string(&pid_file).unwrap().trim(), pid);
+    mount.stop();
+    assert!(!pid_file.exists());
+}
+
+#[test]
+fn a_read_only_mount_makes_no_store() {
+    let place = Place::new();
+    let l2 = format!("--l2={}:64MiB", place.at("new"));
+    place.refuses(&["--l1=64MiB", "--read-only", &l2], &["new", "does not exist", "read-only"]);
+    assert!(!Path::new(&place.at("new")).exists());
+    place.write("new", "");
+    place.refuses(&["--l1=64MiB", "--read-only", &l2], &["new", "is empty", "read-only"]);
+    fs::File::create(place.at("new")).unwrap().set_len(64 << 20).unwrap();
+    place.refuses(&["--l1=64MiB", "--read-only", &l2], &["new", "there is no store", "read-only"]);
+    assert!(fs::read(place.at("new")).unwrap().iter().all(|byte| *byte == 0));
+}
+
 struct LoopDevice(String);
 
 impl LoopDevice {
@@ -226,7 +258,9 @@ fn a_store_in_use_and_a_mount_point_that_is_busy() {
     if !memory_only() {
         let stores = mount.stores();
         let stores: Vec<_> = stores.iter().map(String::as_str).collect();
-        place.refuses(&[&["--l1=64MiB"], stores.as_slice()].concat(), &["in use", "another"]);
+        // Who it is, so that somebody can do something about it.
+        let pid = format!("in use by kvcachefs, pid {}: wait if it is stopping", mount.pid());
+        place.refuses(&[&["--l1=64MiB"], stores.as_slice()].concat(), &[&pid, "another"]);
         let format = [&["--l1=64MiB", "--format"], stores.as_slice()].concat();
         place.refuses(&format, &["in use", "another"]);
     }

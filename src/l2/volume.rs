@@ -56,6 +56,8 @@ pub struct VolumeOptions {
     /// For tests.
     pub wrap: Option<Wrap>,
     pub format: bool,
+    /// Nothing is written, and so no store made.
+    pub read_only: bool,
     pub files_max: Option<u64>,
     pub device: DeviceOptions,
 }
@@ -122,6 +124,13 @@ impl Volume {
         }
         let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
         let blank = found.iter().all(|found| *found == Found::Blank);
+        if blank && options.read_only {
+            return Err(Error::new(
+                devices[0].path().display(),
+                "there is no store, and a read-only mount makes none",
+            )
+            .remedy("mount it without --read-only first"));
+        }
         if options.format || blank {
             let warnings = devices.iter().zip(&found).filter_map(overwritten).collect();
             let volume = Self::format(devices, options)?;
@@ -129,7 +138,7 @@ impl Volume {
             return Ok(Opened { volume, fresh: true, made, warnings });
         }
         let supers = check(&devices, found)?;
-        let warnings = devices.iter().zip(&supers).filter_map(unused).collect();
+        let mut warnings: Vec<_> = devices.iter().zip(&supers).filter_map(unused).collect();
         reader.devices(&data_blocks(&supers));
         let first = Arc::new(devices);
         let medium = Arc::new(FirstDevice(first.clone()));
@@ -149,6 +158,9 @@ impl Volume {
         if undecodable > 0 {
             return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
                 .remedy(LOST));
+        }
+        if report.frames > 0 {
+            warnings.push(format!("{path} was not closed cleanly; what was not durable is gone"));
         }
         let volume = Self::joined(first, supers, journal, report.bytes_read);
         Ok(Opened { volume, fresh: false, made, warnings })
@@ -279,6 +291,11 @@ impl Volume {
 
     pub fn needs_checkpoint(&self, records: &[Vec<u8>]) -> bool {
         self.journal.lock().needs_checkpoint(&Self::batch(records))
+    }
+
+    /// See [`Journal::mark_in_use`].
+    pub fn mark_in_use(&self) -> io::Result<()> {
+        Ok(self.journal.lock().mark_in_use()?)
     }
 
     /// Makes records durable.
