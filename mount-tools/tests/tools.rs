@@ -297,6 +297,37 @@ fn mount_8_and_fstab_reach_it() {
     assert!(said.contains("bogus: unknown option") && said.ends_with("exit 32\n"), "{said}");
 }
 
+/// From wherever it is called, and without a trace afterwards.
+#[test]
+fn what_is_installed_is_said_and_goes_again() {
+    let place = Place::new();
+    let dest = place.0.path().join("dest");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("install.sh");
+    let install = || {
+        let mut command = Command::new(&script);
+        command.current_dir("/").env("DESTDIR", &dest).env("PREFIX", "/opt/kv");
+        command
+    };
+    assert!(succeeds(install().arg("--help")).contains("--uninstall"));
+    refuses(install().arg("--bogus"), &["--bogus", "unknown option"]);
+    refuses(install().arg("/nowhere"), &["/nowhere/kvcachefs", "cargo build"]);
+    assert!(!dest.exists());
+    let said = succeeds(install().arg(Path::new(KVCTL).parent().unwrap()));
+    let files =
+        ["opt/kv/sbin/kvcachefs", "opt/kv/sbin/kvctl", "sbin/mount.kvcachefs", "sbin/mount.fuse.kvcachefs"];
+    let unit = "etc/systemd/system/kvcachefs@.service";
+    for file in files.into_iter().chain([unit]) {
+        let path = dest.join(file);
+        assert!(path.symlink_metadata().is_ok() && said.contains(path.to_str().unwrap()), "{file}: {said}");
+    }
+    assert!(dest.join("etc/kvcachefs").is_dir());
+    assert!(fs::read_to_string(dest.join(unit)).unwrap().contains("ExecStart=/opt/kv/sbin/kvcachefs"));
+    succeeds(install().arg("--uninstall"));
+    for file in files.into_iter().chain([unit]) {
+        assert!(dest.join(file).symlink_metadata().is_err(), "{file} is left");
+    }
+}
+
 #[test]
 fn the_unit_and_the_fstab_example_name_options_that_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ErrorKind};
 use clap::{Parser, Subcommand};
 use kvcachefs::config::usage_error;
 use kvcachefs::error::{Error, Result};
@@ -94,7 +94,9 @@ fn understood(error: &clap::Error) -> Error {
             Error::new("no command given", "").remedy(COMMANDS)
         }
         ErrorKind::InvalidSubcommand => usage_error(error).remedy(COMMANDS),
-        ErrorKind::UnknownArgument if error.to_string().contains("'--") => {
+        ErrorKind::UnknownArgument
+            if error.get(ContextKind::InvalidArg).is_some_and(|arg| arg.to_string().starts_with('-')) =>
+        {
             usage_error(error).remedy("kvctl --help shows how")
         }
         _ => usage_error(error),
