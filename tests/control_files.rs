@@ -146,6 +146,8 @@ fn evictions_and_refusals_are_told() {
     }
     mount.wait_for("evictions_l2", |files| files > 0);
     common::run::wait_until("the event", || mount.events().contains("evicted "));
+    let from = ["from L1 ", "from L2 "].map(|tier| mount.status().contains(tier));
+    assert_eq!(from, [!memory_only(); 2], "{}", mount.status());
     let events = mount.events();
     let line = events.lines().find(|line| line.contains("evicted ")).unwrap();
     assert!(line.contains("MiB, the least recently used") && line.ends_with("first f0"), "{line}");

@@ -39,7 +39,8 @@ pub struct Layer {
     #[arg(long, value_name = "SIZE", help_heading = TIERS)]
     pub l1: Option<Bytes>,
 
-    /// A store for L2: PATH:SIZE makes a file, PATH takes an existing file or a block device whole.
+    /// A store for L2: PATH:SIZE makes a file or opens one of that size, PATH takes what is there, a file or a whole block
+    /// device.
     ///
     /// May be given several times; files are striped over all of them. Without it the mount is memory
     /// only: what leaves L1 is gone.
