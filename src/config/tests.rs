@@ -69,6 +69,7 @@ fn a_stronger_source_wins_and_is_named() {
 fn what_is_rendered_can_be_read_again() {
     let dir = tempfile::tempdir().expect("a directory");
     let store = dir.path().join("kv.store");
+    fs::File::create(&store).and_then(|file| file.set_len(64 << 20)).expect("a file");
     let config =
         resolve(&format!("l2={}:64MiB,ro,evict=none,log_level=debug,l2_files_max=9", store.display()))
             .expect("valid options");

@@ -74,7 +74,11 @@ fn one_daemon_at_a_time() {
     let first = Device::open(&path, &sized(MIB)).unwrap();
     let second = Device::open(&path, &sized(MIB));
     assert!(second.as_ref().is_err_and(DeviceError::is_in_use));
-    assert!(message(second).contains("in use by another kvcachefs"));
+    let message = message(second);
+    assert!(
+        message.contains("in use by ") && message.contains(&format!("pid {}:", std::process::id())),
+        "{message}"
+    );
     drop(first);
     Device::open(&path, &sized(MIB)).unwrap();
 }
