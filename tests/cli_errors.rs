@@ -258,8 +258,11 @@ fn a_store_in_use_and_a_mount_point_that_is_busy() {
     if !memory_only() {
         let stores = mount.stores();
         let stores: Vec<_> = stores.iter().map(String::as_str).collect();
-        // Who it is, so that somebody can do something about it.
-        let pid = format!("in use by kvcachefs, pid {}: wait if it is stopping", mount.pid());
+        // Who it is, so that somebody can do something about it. Of a block device the kernel does not tell.
+        let pid = match common::mode() {
+            common::Mode::Block => "in use".to_owned(),
+            _ => format!("in use by kvcachefs, pid {}: wait if it is stopping", mount.pid()),
+        };
         place.refuses(&[&["--l1=64MiB"], stores.as_slice()].concat(), &[&pid, "another"]);
         let format = [&["--l1=64MiB", "--format"], stores.as_slice()].concat();
         place.refuses(&format, &["in use", "another"]);
