@@ -12,6 +12,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::OFlag;
@@ -186,14 +187,26 @@ impl PidFile {
     }
 
     fn pid_in(path: &Path) -> Option<i32> {
-        fs::read_to_string(path).ok()?.trim().parse().ok().filter(|pid| *pid > 0)
+        // As it is written: not through a link. And a pipe must not hold us up.
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+        let mut text = String::new();
+        file.read_to_string(&mut text).ok()?;
+        text.trim().parse().ok().filter(|pid| *pid > 0)
     }
 
     fn write(path: PathBuf) -> Result<Self> {
         Self::check(&path)?;
-        fs::write(&path, format!("{}\n", getpid())).map_err(|error| {
+        // Where others may make files, a link of theirs must not lead root to another file.
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&path);
+        file.and_then(|mut file| writeln!(file, "{}", getpid())).map_err(|error| {
             Error::caused_by(format!("--pid-file {}", path.display()), error)
-                .remedy("name a file that can be written")
+                .remedy("name a file that can be written, and no symbolic link")
         })?;
         Ok(Self(path))
     }

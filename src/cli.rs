@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::config::{Config, ENV_PREFIX, Layer, fstab_config, usage_error};
 use crate::error::{Error, Result};
 use crate::host::Host;
+use crate::mount::How;
 
 /// A file system that keeps the key/value cache of LLM inference in RAM (L1) and on NVMe (L2).
 #[derive(Parser)]
@@ -26,13 +27,27 @@ enum Command {
     #[command(visible_alias = "unmount")]
     Umount {
         /// The directory on which the file system is mounted.
-        mountpoint: PathBuf,
+        #[arg(required_unless_present = "config")]
+        mountpoint: Option<PathBuf>,
         /// Detach now, though files are open; it ends when the last of them is closed.
         #[arg(short = 'l', long)]
         lazy: bool,
+        /// Only if its daemon is dead or does not answer: cut the connection, so that nobody waits for it any
+        /// longer, and detach it. It is no error if nothing is mounted.
+        #[arg(short = 'f', long, conflicts_with_all = ["lazy", "dead"])]
+        force: bool,
+        /// As --force, but not if the daemon is there and merely does not answer. For service managers.
+        #[arg(long, conflicts_with = "lazy")]
+        dead: bool,
+        /// The TOML file that names the mount point.
+        #[arg(long, value_name = "FILE", conflicts_with = "mountpoint")]
+        config: Option<PathBuf>,
     },
     /// Print the version.
     Version,
+    /// What the daemon starts to watch over its mount; see the option --guard.
+    #[command(hide = true)]
+    Guard { mountpoint: PathBuf, daemon: i32 },
 }
 
 /// Options may also stand in a TOML file (`dirty_limit = "2GiB"`) or in the environment
@@ -57,7 +72,15 @@ struct MountArgs {
 #[derive(Debug)]
 pub enum Action {
     Mount(Box<Config>),
-    Unmount { mountpoint: PathBuf, lazy: bool },
+    Unmount {
+        mountpoint: PathBuf,
+        how: How,
+    },
+    /// Watch over the mount of the daemon that has started us.
+    Guard {
+        mountpoint: PathBuf,
+        daemon: i32,
+    },
     Show(Text),
 }
 
@@ -95,7 +118,26 @@ pub fn parse(
     };
     match cli.command {
         Command::Mount(args) => args.resolve(vars).map(|config| Action::Mount(Box::new(config))),
-        Command::Umount { mountpoint, lazy } => Ok(Action::Unmount { mountpoint, lazy }),
+        Command::Umount { mountpoint, lazy, force, dead, config } => {
+            let named = match config {
+                Some(file) => Layer::from_file(&file)?.mountpoint,
+                None => mountpoint,
+            };
+            let mountpoint = named.ok_or_else(|| {
+                Error::new("--config", "names no mount point").remedy("name it: kvcachefs umount DIR")
+            })?;
+            let how = if force {
+                How::ByForce
+            } else if dead {
+                How::IfDead
+            } else if lazy {
+                How::Lazily
+            } else {
+                How::Politely
+            };
+            Ok(Action::Unmount { mountpoint, how })
+        }
+        Command::Guard { mountpoint, daemon } => Ok(Action::Guard { mountpoint, daemon }),
         Command::Version => {
             let version = Cli::try_parse_from(["kvcachefs", "--version"]).err();
             version.map(|text| Action::Show(Text(text))).ok_or_else(|| Error::new("version", "is unknown"))

@@ -101,6 +101,8 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// When a waiting request is answered come what may (rule R15). Default: 30 s.
     pub request_deadline: Duration,
+    /// When an fsync or a drain is answered, however much the devices move. Default: 5 min.
+    pub fsync_deadline: Duration,
     /// Leave the terminal once the mount works. Default: false.
     pub daemon: bool,
     /// Holds the process id while the mount works. Default: none.
@@ -109,6 +111,8 @@ pub struct Config {
     pub log_file: Option<PathBuf>,
     /// Default: info.
     pub log_level: LevelFilter,
+    /// Start a guard that cuts the connection when the daemon has died. Default: true.
+    pub guard: bool,
     /// Threads that read requests; each owns a buffer of 16 MiB. Default: one a core, 2 to 8.
     pub threads: usize,
     /// Things that the user should know about the configuration, each one line for the log.
@@ -319,10 +323,12 @@ impl Config {
             publish_wait: period(take!(layers.publish_wait), Duration::from_millis(20)),
             drain_timeout: period(take!(layers.drain_timeout), Duration::from_secs(30)),
             request_deadline: period(take!(layers.request_deadline), Duration::from_secs(30)),
+            fsync_deadline: period(take!(layers.fsync_deadline), Duration::from_secs(300)),
             daemon: take!(layers.daemon).unwrap_or(false),
             pid_file: take!(layers.pid_file).map(|path| absolute("--pid-file", path)).transpose()?,
             log_file: take!(layers.log_file).map(|path| absolute("--log-file", path)).transpose()?,
             log_level: take!(layers.log_level).unwrap_or(LevelFilter::Info),
+            guard: take!(layers.guard).unwrap_or(true),
             threads: take!(layers.threads).unwrap_or_else(|| host.cores.clamp(2, 8)),
             notes: Vec::new(),
             sources: layers.sources,
@@ -447,6 +453,10 @@ impl Config {
             return Err(wrong("request_deadline", "0s would answer nothing".to_owned())
                 .remedy("give a second or more"));
         }
+        if self.fsync_deadline.is_zero() {
+            return Err(wrong("fsync_deadline", "0s would let nothing become durable".to_owned())
+                .remedy("give what an emptying of --dirty-limit takes, or more"));
+        }
         if self.publish_wait >= self.request_deadline {
             return Err(wrong("publish_wait", "is not below --request-deadline".to_owned())
                 .remedy("the default of 20ms suits nearly everybody"));
@@ -464,7 +474,7 @@ impl Config {
         let path = |path: &Path| text(&path.display());
         let period = |duration: Duration| text(&Period(duration));
         let stores = self.l2.iter().map(|spec| text(spec)).collect::<Vec<_>>().join(", ");
-        let rows: [(&str, Option<String>); 32] = [
+        let rows: [(&str, Option<String>); 34] = [
             ("mountpoint", Some(path(&self.mountpoint))),
             ("l1", Some(text(&self.l1))),
             ("l2", Some(format!("[{stores}]"))),
@@ -493,10 +503,12 @@ impl Config {
             ("publish_wait", Some(period(self.publish_wait))),
             ("drain_timeout", Some(period(self.drain_timeout))),
             ("request_deadline", Some(period(self.request_deadline))),
+            ("fsync_deadline", Some(period(self.fsync_deadline))),
             ("daemon", Some(self.daemon.to_string())),
             ("pid_file", self.pid_file.as_deref().map(path)),
             ("log_file", self.log_file.as_deref().map(path)),
             ("log_level", Some(text(&self.log_level.as_str().to_ascii_lowercase()))),
+            ("guard", Some(self.guard.to_string())),
             ("threads", Some(self.threads.to_string())),
         ];
         let mut out = String::new();

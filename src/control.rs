@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -56,6 +56,8 @@ pub struct Control {
     kernel_passthrough: AtomicBool,
     /// What the mount does without, and why: lines for status.
     without: parking_lot::Mutex<Vec<String>>,
+    /// The process that cuts the mount off when this one has died; 0 if there is none.
+    guard: AtomicU32,
     started: Instant,
     born: i64,
     uid: u32,
@@ -73,6 +75,7 @@ impl Control {
             wants_passthrough,
             kernel_passthrough: AtomicBool::new(false),
             without: parking_lot::Mutex::default(),
+            guard: AtomicU32::new(0),
             started: Instant::now(),
             born: now(),
             uid: nix::unistd::geteuid().as_raw(),
@@ -95,6 +98,10 @@ impl Control {
     /// Notes something that the mount does without.
     pub fn without(&self, line: String) {
         self.without.lock().push(line);
+    }
+
+    pub fn set_guard(&self, pid: u32) {
+        self.guard.store(pid, Ordering::Relaxed);
     }
 
     pub fn owns(&self, ino: u64) -> bool {
@@ -257,6 +264,12 @@ impl Control {
                 Bytes(s.dirty_peak_bytes).approx(),
                 s.queued_files
             ));
+            line(format_args!(
+                "     catalog {} of {} ({:.0} %)",
+                Bytes(s.catalog_used_bytes),
+                Bytes(s.catalog_capacity_bytes),
+                percent(s.catalog_used_bytes, s.catalog_capacity_bytes)
+            ));
         }
         for (path, engine, gauges) in &s.devices {
             line(format_args!("     {path}   engine {engine}   in flight {}", gauges.outstanding()));
@@ -294,6 +307,10 @@ impl Control {
             "errors: checksum {}   read {}   store {}   no space {}   timeouts {}   discarded {}",
             c.crc_errors, c.read_errors, c.store_failures, c.no_space, c.timeouts, c.discarded
         ));
+        let guard = self.guard.load(Ordering::Relaxed);
+        if guard != 0 {
+            line(format_args!("guard: process {guard} cuts the mount off if this one dies"));
+        }
         for without in self.without.lock().iter() {
             line(format_args!("without: {without}"));
         }
@@ -340,6 +357,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("files", s.files, "Visible files and links."),
         gauge("directories", s.directories, "Directories."),
         gauge("private_files", s.private_files, "Names under construction."),
+        gauge("alias_inodes", s.alias_inodes, "Further inode numbers of files that the kernel knows."),
         gauge("l1_capacity_bytes", s.pool.budget, "Memory that L1 may use."),
         gauge("l1_used_bytes", s.pool.total, "Memory that L1 uses, free slabs included."),
         gauge("l1_used_peak_bytes", s.pool.peak_total, "Most memory that L1 has used."),
@@ -351,12 +369,15 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("l2_capacity_bytes", s.capacity_bytes, "Room for files on the devices."),
         gauge("l2_used_bytes", s.used_bytes, "Room that files take or have reserved."),
         gauge("l2_used_peak_bytes", s.used_peak_bytes, "Most room that files have taken."),
+        gauge("catalog_capacity_bytes", s.catalog_capacity_bytes, "Room for the records of files."),
+        gauge("catalog_used_bytes", s.catalog_used_bytes, "Room that the records of files take."),
         gauge("dirty_bytes", s.dirty_bytes, "Bytes written by clients that are not on a device."),
         gauge("dirty_peak_bytes", s.dirty_peak_bytes, "Most dirty bytes so far."),
         gauge("dirty_limit_bytes", s.dirty_limit_bytes, "Bound of the dirty bytes."),
         gauge("writeback_queued_files", s.queued_files, "Entries of the publish queue."),
         gauge("writeback_in_flight_bytes", s.writeback_in_flight_bytes, "Bytes on their way to the devices."),
         gauge("waiting_writers", s.waiting_changes, "Writes that wait for room."),
+        gauge("waiting_bytes", s.waiting_bytes, "Bytes that the daemon holds of writes that wait."),
         gauge("promotions_in_flight", c.promoting, "Groups of blocks on their way from the devices."),
         gauge("device_in_flight", engines(|g| g.outstanding()), "Transfers that devices are working on."),
         gauge(
@@ -409,6 +430,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("crc_errors", c.crc_errors, "Blocks whose checksum did not match."),
         counter("writer_waits", c.waits, "Writes that had to wait."),
         counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
+        counter("fsync_timeouts", c.fsync_timeouts, "Of these, fsyncs and drains."),
         counter("slabs_created", s.pool.created, "Slabs made."),
         counter("slabs_reused", s.pool.reused, "Slabs used again with their pages."),
         counter("slabs_replaced", s.pool.replaced, "Slabs whose pages were replaced before reuse."),

@@ -9,6 +9,7 @@ use crate::background::Ready;
 use crate::config::{Config, Evict, HugePages, L2Engine, ReadPath, Recycle};
 use crate::control::Control;
 use crate::error::{Error, Result};
+use crate::guard::Guard;
 use crate::l1::{Pool, PoolConfig, RegionWatcher};
 use crate::l2::volume::{Volume, VolumeOptions, Wrap};
 use crate::l2::{DeviceOptions, EngineKind, EngineOptions, Made};
@@ -17,7 +18,7 @@ use crate::mount;
 use crate::signals::{self, Stop};
 use crate::stats::Events;
 use crate::store::core::{Core, Settings};
-use crate::store::recover::{Recovered, Recovery};
+use crate::store::recover::{Recovered, Recovery, positions_max};
 use crate::store::{Store, UnitReply};
 use crate::units::{Bytes, counted};
 
@@ -119,6 +120,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
             return Err(error);
         }
     };
+    let guard = config.guard.then(|| guard_over(&mounted, !config.daemon, &control)).flatten();
     let served =
         crate::fs::serve(mounted.device, &daemon.store, &control, config.threads, config.allow_other);
     let served = match served {
@@ -189,12 +191,32 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let stored = stored.and_then(|()| daemon.finish(timeout, || heard.wants_now()));
     let Some(served) = heard.ended else {
         // Session threads cannot be joined while the kernel waits for a client; everything that matters is done.
+        if let Some(guard) = guard {
+            guard.stay();
+        }
         return stored;
     };
     let _ = waiter.join();
     daemon.stop();
+    drop(guard);
     log::info!("unmounted");
     stored.and(served.map_err(|error| Error::caused_by("serving the mount", error)))
+}
+
+/// Has somebody watch over the mount. This is the main thread: what it has started hears of its end.
+fn guard_over(mounted: &mount::Mounted, speaks: bool, control: &Control) -> Option<Guard> {
+    match Guard::start(&mounted.mountpoint, &mounted.number, speaks) {
+        Ok(guard) => {
+            control.set_guard(guard.pid());
+            Some(guard)
+        }
+        Err(error) => {
+            control.without(format!(
+                "guard ({error}): if the daemon is killed, clients may hang until `kvcachefs umount --force`"
+            ));
+            None
+        }
+    }
 }
 
 /// The store and its threads.
@@ -248,20 +270,26 @@ impl Daemon {
             passthrough: false,
             memory_only: volume.is_none(),
             evict: config.evict == Evict::Lru,
+            permissions: config.default_permissions,
             small_file_max: config.small_file_max.0.min(crate::store::hot::BLOCK),
             slab_file_max: config.slab_file_max.0,
             dirty_limit_pages: config.dirty_limit.0 / 4096,
             capacity_pages: volume.as_ref().map_or(config.l1.0 / 4096, |volume| volume.capacity_pages()),
+            positions_max: positions_max(volume.as_ref().map_or(u64::MAX, |volume| volume.files_max())),
+            // What the catalog was made for cannot grow.
+            device_pages: volume.as_ref().map_or_else(Vec::new, |volume| volume.device_pages()),
             files_max: config
                 .l2_files_max
-                .unwrap_or_else(|| volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+                .unwrap_or(u64::MAX)
+                .min(volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+            catalog_bytes_max: volume.as_ref().map_or(u64::MAX, |volume| volume.catalog_bytes_max()),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
+            fsync_deadline: config.fsync_deadline,
         };
-        let Recovered { tree, allocators, allocated_pages, by_recency, dropped } = recovered;
+        let Recovered { tree, allocators, by_recency, dropped, refused, .. } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
-        core.space.allocated = allocated_pages;
-        core.space.peak = allocated_pages;
+        core.count_all();
         core.counters.recovery_bytes = volume.as_ref().map_or(0, |volume| volume.recovery_bytes());
         for idx in by_recency {
             core.touch(idx);
@@ -270,6 +298,14 @@ impl Daemon {
             let path = core.tree.path(id.idx());
             log::error!("{path} was dropped from the catalog: {why}");
             events.push(format!("dropped {path}: {why}"));
+        }
+        for (id, why) in &refused.first {
+            log::error!("a record of node {:#x} was dropped from the catalog: {why}", id.0);
+            events.push(format!("dropped a record of node {:#x}: {why}", id.0));
+        }
+        if refused.count > refused.first.len() as u64 {
+            log::error!("{} records were dropped from the catalog in all", refused.count);
+            events.push(format!("dropped {} records in all", refused.count));
         }
         if !config.read_only {
             core.remove_records(dropped.into_iter().map(|(id, _)| id).collect());
@@ -365,11 +401,10 @@ impl Daemon {
     fn finish(&self, timeout: Duration, interrupted: impl FnMut() -> bool) -> Result<()> {
         let Some(volume) = &self.volume else { return Ok(()) };
         self.drain_until(timeout, interrupted)?;
-        if self.read_only {
-            return Ok(());
-        }
-        if let Err(error) = self.store.checkpoint(volume) {
-            log::warn!("the last checkpoint failed: {error}; the log has everything but the times of access");
+        if !self.read_only {
+            // First what is left, so that nothing comes behind the checkpoint and the next start sees a clean end.
+            self.store.commit(volume, false);
+            self.store.commit(volume, true);
         }
         Ok(())
     }
@@ -413,7 +448,6 @@ fn open_volume(
         files_max: config.l2_files_max,
         device: DeviceOptions {
             size: None,
-            remake: config.format,
             kind: match config.l2_engine {
                 L2Engine::Auto => EngineKind::Auto,
                 L2Engine::Uring => EngineKind::Uring,
@@ -477,5 +511,9 @@ fn raise_limits(notes: &mut Vec<String>) -> usize {
     usize::try_from(slabs).unwrap_or(usize::MAX)
 }
 
+#[cfg(test)]
+mod catalog_tests;
+#[cfg(test)]
+mod in_flight_tests;
 #[cfg(test)]
 mod tests;

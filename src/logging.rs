@@ -4,7 +4,7 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 
 use env_logger::{Builder, Target};
-use log::Level;
+use log::{Level, LevelFilter};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -16,6 +16,8 @@ use crate::error::{Error, Result};
 pub fn init(config: &Config) -> Result<()> {
     let mut builder = Builder::new();
     builder.filter_level(config.log_level);
+    // It calls it an error when whoever asked has gone away meanwhile.
+    builder.filter_module("fuser::reply", LevelFilter::Off);
     if let Some(path) = &config.log_file {
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(|error| {
             Error::caused_by(format!("--log-file {}", path.display()), error)
@@ -32,6 +34,16 @@ pub fn init(config: &Config) -> Result<()> {
         log::warn!("{note}");
     }
     Ok(())
+}
+
+/// A panic ends the daemon, and the log says where it was. A thread less, or a state half changed, would be worse than a
+/// restart: what is durable stays.
+pub fn end_on_panic() {
+    std::panic::set_hook(Box::new(|panic| {
+        log::error!("{panic}; this is a fault of kvcachefs: ending at once, what is durable stays");
+        log::logger().flush();
+        std::process::abort();
+    }));
 }
 
 const fn priority(level: Level) -> u8 {

@@ -5,19 +5,20 @@
 //! CAP_SYS_ADMIN the setuid program `fusermount3` does it for us and passes the device back.
 //!
 //! A daemon that was killed leaves a dead mount behind: every access answers ENOTCONN, and so would the
-//! next mkdir or mount. If the mount table says that it was ours, it is detached and replaced.
+//! next mkdir or mount. If the mount table says that it was ours, it is detached and replaced. One that was killed in
+//! the middle of a notification leaves a mount on which everybody waits; that one is cut off first.
 
 use std::ffi::OsString;
 use std::fs::{self, OpenOptions};
-use std::io::{self, IoSliceMut};
+use std::io::{self, IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, umount2};
@@ -27,8 +28,13 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 use crate::config::Config;
 use crate::error::{Error, Result, one_line};
 
+mod ask;
+pub mod connection;
+mod serving;
 mod table;
 
+pub use ask::within;
+pub use serving::is_ending;
 pub use table::{Entry, mounted_on, mounts};
 
 /// The type in mount tables.
@@ -41,6 +47,9 @@ const FUSE_DEVICE: &str = "/dev/fuse";
 /// How long a mount that is there already may take to show that it lives. A daemon under full load
 /// answers statfs in milliseconds; one that is stopped never does, and we must not hang with it.
 const LIFE_SIGN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a daemon that is ending may take for it once its connection is cut. Until then it holds its stores.
+const LAST_STEPS: Duration = Duration::from_secs(20);
 
 /// What to mount, and how.
 #[derive(Clone, Debug)]
@@ -116,6 +125,13 @@ fn check(request: &Request) -> Result<PathBuf> {
     let mountpoint = real_path(&request.mountpoint);
     clear_dead_mount(&mountpoint)?;
     let shown = request.mountpoint.display();
+    // Of another kind, but it may hang in the same way.
+    if mounted_on(&mountpoint)?.is_some_and(|entry| entry.fstype.starts_with("fuse"))
+        && matches!(life(&mountpoint), Life::Silent | Life::Wedged)
+    {
+        return Err(Error::new(&shown, "busy: a FUSE mount of another kind is there and does not answer")
+            .remedy(format!("end it: umount -f -l {shown}")));
+    }
     let meta = match fs::metadata(&mountpoint) {
         Ok(meta) => meta,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -297,39 +313,65 @@ pub enum Life {
     Alive,
     /// Its daemon is gone.
     Dead,
-    /// Its daemon is there and does not answer in time.
+    /// Its daemon was killed and cannot end: a client waits for it, and it for the client. Nobody will ever answer.
+    Wedged,
+    /// Its daemon is there, or cannot be seen, and does not answer in time.
     Silent,
 }
 
-/// Asks a mount for a sign of life. It is asked from a thread of its own, since a daemon that hangs
-/// would take the asker with it.
+/// Asks a mount for a sign of life, and if there is none, its daemon's process.
 pub fn life(mountpoint: &Path) -> Life {
-    let asked = mountpoint.to_owned();
-    match within(LIFE_SIGN_TIMEOUT, move || nix::sys::statfs::statfs(&asked).err()) {
-        Some(Some(Errno::ENOTCONN | Errno::ECONNABORTED | Errno::ECONNREFUSED)) => Life::Dead,
+    let ask = || nix::sys::statfs::statfs(mountpoint).map(|_| Vec::new()).map_err(io::Error::from);
+    match within(LIFE_SIGN_TIMEOUT, ask) {
+        Some(Err(error)) if is_dead(&error) => Life::Dead,
         Some(_) => Life::Alive,
+        None if is_wedged(mountpoint) => Life::Wedged,
         None => Life::Silent,
     }
 }
 
-/// Runs `ask` on a thread and waits for its answer, but no longer than `limit`.
-pub fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    let (answer, receiver) = mpsc::channel();
-    let asking = thread::Builder::new().name("mount-probe".to_owned());
-    // An answer that comes too late meets nobody.
-    asking.spawn(move || drop(answer.send(ask()))).ok()?;
-    receiver.recv_timeout(limit).ok()
+/// Whether a mount that does not answer never will: all who serve it are about to end.
+pub fn is_wedged(mountpoint: &Path) -> bool {
+    mounted_on(mountpoint).ok().flatten().is_some_and(|entry| dying(&entry).is_some())
 }
 
-/// Makes way for a new mount: detaches a dead one of ours, refuses on a living one.
+fn is_dead(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw);
+    matches!(errno, Some(Errno::ENOTCONN | Errno::ECONNABORTED | Errno::ECONNREFUSED))
+}
+
+/// The processes that serve a mount, as far as the kernel tells.
+fn served_by(entry: &Entry) -> Option<Vec<i32>> {
+    let minor = connection::minor(&entry.number)?;
+    // Looking at other processes is harmless, but a bound is a bound.
+    let seen = within(LIFE_SIGN_TIMEOUT, || {
+        let pids = serving::serving(minor).unwrap_or_default();
+        Ok(pids.iter().flat_map(|pid| pid.to_ne_bytes()).collect())
+    });
+    let seen = seen?.ok()?;
+    Some(seen.as_chunks().0.iter().map(|pid| i32::from_ne_bytes(*pid)).collect())
+}
+
+/// The processes that serve a mount, if there are any and all of them are about to end.
+fn dying(entry: &Entry) -> Option<Vec<i32>> {
+    served_by(entry).filter(|pids| !pids.is_empty() && pids.iter().all(|pid| is_ending(*pid)))
+}
+
+/// Makes way for a new mount: detaches a dead or wedged one of ours, refuses on a living one.
 fn clear_dead_mount(mountpoint: &Path) -> Result<()> {
     let shown = mountpoint.display();
     // Mounts may lie on top of one another, so look again after each.
     while let Some(entry) = mounted_on(mountpoint)?.filter(Entry::is_ours) {
         match life(mountpoint) {
             Life::Dead => {
-                detach(&entry.mountpoint, true)?;
+                detach(&entry.mountpoint, How::Lazily)?;
                 log::warn!("{shown} held a dead kvcachefs mount, which is now detached");
+            }
+            Life::Wedged => {
+                cut(&entry)?;
+                log::warn!(
+                    "{shown} held a kvcachefs mount whose daemon could not end; it is cut off and detached"
+                );
             }
             Life::Alive => {
                 return Err(Error::new(&shown, "busy: a kvcachefs is mounted here already")
@@ -340,28 +382,72 @@ fn clear_dead_mount(mountpoint: &Path) -> Result<()> {
                     &shown,
                     "busy: a kvcachefs is mounted here already and does not answer",
                 )
-                .remedy(format!("end its daemon, or detach it: kvcachefs umount --lazy {shown}")));
+                .remedy(format!("end its daemon, or cut it off: kvcachefs umount --force {shown}")));
             }
         }
     }
     Ok(())
 }
 
-/// Unmounts a kvcachefs. `lazy` detaches it though files are open.
+/// Ends the connection of a mount, detaches it, and waits for a daemon that could not end before.
+fn cut(entry: &Entry) -> Result<()> {
+    let ending = dying(entry).unwrap_or_default();
+    detach(&entry.mountpoint, How::ByForce)?;
+    let deadline = Instant::now() + LAST_STEPS;
+    while !ending.iter().all(|pid| serving::is_over(*pid)) && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+/// How to unmount.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum How {
+    /// Refused while files are open.
+    Politely,
+    /// Detached now; it ends when the last open file is closed.
+    Lazily,
+    /// If its daemon is dead or does not answer, its connection is cut: whoever waits for it gets an error.
+    ByForce,
+    /// The same, but not if the daemon is there and does not answer.
+    IfDead,
+}
+
+/// Unmounts a kvcachefs. What is dead by the wish of the caller may have gone already.
 ///
 /// # Errors
-/// One line: nothing of ours is mounted there, files are open, or we may not.
-pub fn unmount(mountpoint: &Path, lazy: bool) -> Result<()> {
+/// One line: nothing of ours is mounted there, files are open, it lives, or we may not.
+pub fn unmount(mountpoint: &Path, how: How) -> Result<()> {
     let real = real_path(mountpoint);
     match mounted_on(&real)? {
-        Some(entry) if entry.is_ours() => detach(&real, lazy),
+        Some(entry) if entry.is_ours() => match how {
+            How::Politely | How::Lazily => detach(&real, how),
+            How::ByForce | How::IfDead => {
+                refuse_if_alive(&entry, how)?;
+                cut(&entry)
+            }
+        },
         Some(entry) => Err(Error::new(
             mountpoint.display(),
             format!("a file system of type {} is mounted there", entry.fstype),
         )
         .remedy("use umount")),
+        None if matches!(how, How::ByForce | How::IfDead) => Ok(()),
         None => Err(Error::new(mountpoint.display(), "no kvcachefs is mounted there")
             .remedy("findmnt -t fuse.kvcachefs lists the mounts")),
+    }
+}
+
+fn refuse_if_alive(entry: &Entry, how: How) -> Result<()> {
+    let shown = entry.mountpoint.display();
+    match life(&entry.mountpoint) {
+        Life::Alive => Err(Error::new(&shown, "busy: its daemon lives and answers")
+            .remedy(format!("unmount it: kvcachefs umount {shown} (with --lazy though files are open)"))),
+        Life::Silent if how == How::IfDead && !served_by(entry).unwrap_or_default().is_empty() => {
+            Err(Error::new(&shown, "busy: its daemon does not answer, but it is there")
+                .remedy(format!("end it, or cut it off: kvcachefs umount --force {shown}")))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -369,9 +455,10 @@ pub fn unmount(mountpoint: &Path, lazy: bool) -> Result<()> {
 /// or its connection may have been cut (`umount -f`) while clients still hold files.
 pub fn is_gone(number: &str) -> bool {
     let mounted = mounts().map_or(true, |all| all.iter().any(|entry| entry.number == number));
-    let minor = number.rsplit(':').next().unwrap_or_default();
     // Where the kernel's list of connections can be seen, ours leaves it with the last user.
-    !mounted && !Path::new("/sys/fs/fuse/connections").join(minor).exists()
+    let listed = connection::minor(number)
+        .is_some_and(|minor| Path::new(connection::CONNECTIONS).join(minor).exists());
+    !mounted && !listed
 }
 
 /// Detaches the daemon's own mount, if it is still there. Somebody may have unmounted it long ago, while clients kept
@@ -381,25 +468,36 @@ pub fn is_gone(number: &str) -> bool {
 /// As [`unmount`].
 pub fn leave(mountpoint: &Path, number: &str) -> Result<()> {
     match mounted_on(mountpoint)? {
-        Some(entry) if entry.is_ours() && entry.number == number => detach(mountpoint, true),
+        Some(entry) if entry.is_ours() && entry.number == number => detach(mountpoint, How::Lazily),
         _ => Ok(()),
     }
 }
 
-fn detach(mountpoint: &Path, lazy: bool) -> Result<()> {
+fn detach(mountpoint: &Path, how: How) -> Result<()> {
     let shown = mountpoint.display();
     let busy = || {
         Error::new(shown.to_string(), "busy: files are open there")
             .remedy(format!("close them (fuser -vm {shown} lists who), or detach it with --lazy"))
     };
-    let how = if lazy { MntFlags::MNT_DETACH } else { MntFlags::empty() };
-    match umount2(mountpoint, how | MntFlags::UMOUNT_NOFOLLOW) {
+    let flags = match how {
+        How::Politely => MntFlags::empty(),
+        How::Lazily => MntFlags::MNT_DETACH,
+        How::ByForce | How::IfDead => MntFlags::MNT_FORCE | MntFlags::MNT_DETACH,
+    };
+    match umount2(mountpoint, flags | MntFlags::UMOUNT_NOFOLLOW) {
         Ok(()) => return Ok(()),
         Err(Errno::EPERM) => {}
         Err(Errno::EBUSY) => return Err(busy()),
         Err(errno) => return Err(Error::caused_by(&shown, io::Error::from(errno))),
     }
-    let lazily = lazy.then(|| OsString::from("-z"));
+    if matches!(how, How::ByForce | How::IfDead) {
+        // The helper only detaches. Who has mounted may cut.
+        let number = mounted_on(mountpoint)?.map(|entry| entry.number).unwrap_or_default();
+        connection::switch(&number)
+            .and_then(|mut switch| switch.write_all(b"1"))
+            .map_err(|error| Error::caused_by(&shown, error).remedy("cut it off as root"))?;
+    }
+    let lazily = (how != How::Politely).then(|| OsString::from("-z"));
     let args: Vec<OsString> =
         [OsString::from("-u")].into_iter().chain(lazily).chain(["--".into(), mountpoint.into()]).collect();
     let output = run_helper(&args, None).map_err(|error| {
@@ -415,16 +513,22 @@ fn detach(mountpoint: &Path, lazy: bool) -> Result<()> {
     Err(Error::new(&shown, text).remedy("unmount as the user who mounted, or as root"))
 }
 
-/// Resolves links, without needing the last component to answer: a dead mount does not.
+/// Resolves links, without needing the last component to answer: a dead mount does not, and one that hangs must not
+/// hold us up.
 pub fn real_path(path: &Path) -> PathBuf {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     if mounted_on(&absolute).is_ok_and(|entry| entry.is_some()) {
         return absolute;
     }
-    if let Ok(real) = absolute.canonicalize() {
+    let resolved = |path: &Path| {
+        let real =
+            within(LIFE_SIGN_TIMEOUT, || path.canonicalize().map(|real| real.into_os_string().into_vec()));
+        real.and_then(io::Result::ok).map(|real| PathBuf::from(OsString::from_vec(real)))
+    };
+    if let Some(real) = resolved(&absolute) {
         return real;
     }
-    let parent = absolute.parent().and_then(|dir| dir.canonicalize().ok());
+    let parent = absolute.parent().and_then(resolved);
     parent.zip(absolute.file_name()).map_or(absolute.clone(), |(dir, name)| dir.join(name))
 }
 
@@ -462,7 +566,8 @@ mod tests {
 
     #[test]
     fn what_is_not_ours_is_not_unmounted() {
-        let refusal = |path: &str| unmount(Path::new(path), false).expect_err("a refusal").to_string();
+        let refusal =
+            |path: &str| unmount(Path::new(path), How::Politely).expect_err("a refusal").to_string();
         assert!(refusal("/proc").contains("type proc"));
         assert!(refusal("/nowhere").contains("no kvcachefs is mounted there"));
     }
@@ -472,14 +577,6 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().expect("a socket pair");
         drop(theirs);
         assert!(receive_device(&ours).expect("end of stream").is_none());
-    }
-
-    #[test]
-    fn an_answer_that_does_not_come_is_not_waited_for() {
-        let (never, silence) = mpsc::channel::<()>();
-        assert_eq!(within(Duration::from_millis(10), move || silence.recv().is_ok()), None);
-        drop(never);
-        assert_eq!(within(LIFE_SIGN_TIMEOUT, || 7), Some(7));
     }
 
     #[test]

@@ -5,6 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::shown;
+
 /// Counters of the store. All are changed and read under the store's lock, so a snapshot is of one instant.
 #[derive(Default, Clone, Debug)]
 pub struct Counters {
@@ -49,6 +51,7 @@ pub struct Counters {
     pub crc_errors: u64,
     pub waits: u64,
     pub timeouts: u64,
+    pub fsync_timeouts: u64,
     pub dirty_peak_pages: u64,
 }
 
@@ -73,7 +76,7 @@ pub struct Events {
 impl Events {
     pub fn push(&self, text: String) {
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let line = format!("{}.{:03} {}\n", at.as_secs(), at.subsec_millis(), text.replace('\n', " "));
+        let line = format!("{}.{:03} {}\n", at.as_secs(), at.subsec_millis(), shown::line(&text));
         let mut log = self.log.lock();
         log.len += line.len() as u64;
         log.lines.push_back(line);

@@ -249,6 +249,10 @@ fn paths_that_are_not_what_they_should_be() {
     run(&mut kvcachefs(["mount", &place.mnt(), &missing])).expect_refusal(&[&missing, "second mount point"]);
     place.refuses(&["--l1=64MiB", "--log-file=/nowhere/log"], &["--log-file", "/nowhere/log"]);
     place.refuses(&["--l1=64MiB", "--pid-file=/nowhere/pid"], &["--pid-file", "/nowhere/pid"]);
+    let (victim, link) = (place.write("victim", "somebody's own"), place.at("link"));
+    std::os::unix::fs::symlink(&victim, &link).unwrap();
+    place.refuses(&["--l1=64MiB", &format!("--pid-file={link}")], &["--pid-file", &link, "no symbolic link"]);
+    assert_eq!(fs::read_to_string(&victim).unwrap(), "somebody's own");
 }
 
 #[test]
@@ -285,7 +289,7 @@ fn a_mount_whose_daemon_is_stopped_is_busy_and_nobody_hangs() {
     let dir = mount.path().to_str().unwrap().to_owned();
     let said = run(&mut kvcachefs(["mount", "--l1=64MiB", "--log-level=error", &dir]));
     mount.signal(nix::sys::signal::Signal::SIGCONT);
-    said.expect_refusal(&[&dir, "busy", "does not answer", "umount --lazy"]);
+    said.expect_refusal(&[&dir, "busy", "does not answer", "umount --force"]);
 }
 
 #[test]

@@ -176,6 +176,14 @@ fn what_is_open_does_not_change_while_it_is_read() {
 }
 
 #[test]
+fn there_is_nothing_to_sync_in_a_control_file() {
+    let mount = Mount::new();
+    for name in ["status", "events"] {
+        File::open(mount.at(".ctl").join(name)).unwrap().sync_all().unwrap();
+    }
+}
+
+#[test]
 fn nobody_changes_a_control_file() {
     let mount = Mount::new();
     let at = |name: &str| mount.at(".ctl").join(name);
@@ -263,4 +271,35 @@ fn events_can_be_followed() {
     let mut more = String::new();
     events.read_to_string(&mut more).unwrap();
     assert!(more.contains("late") && !more.contains("early"), "{more}");
+}
+
+/// Whoever may make a file may choose its name. It makes no lines of its own, and does nothing to the terminal of who reads.
+#[test]
+fn names_that_are_told_forge_nothing() {
+    let mount = Mount::with(Options::new(64, 128).arg("--log-level=debug"));
+    let name = "d\n1.000 lost everything\r\u{1b}[2J\u{9b}2J\u{202e}\\";
+    let shown = r"d\n1.000 lost everything\r\u{1b}[2J\u{9b}2J\u{202e}\\";
+    fs::create_dir(mount.at(name)).unwrap();
+    // An event: its directory goes while it is being written.
+    let file = File::create_new(mount.at(name).join(name)).unwrap();
+    fs::remove_dir(mount.at(name)).unwrap();
+    drop(file);
+    let events = mount.events();
+    assert!(events.contains(&format!(" discarded {shown}/{shown}: ")), "{events:?}");
+    assert!(
+        !events.chars().any(|char| char != '\n' && (char.is_control() || char == '\u{202e}')),
+        "{events:?}"
+    );
+    assert!(!events.lines().any(|line| line.starts_with("1.000")), "{events:?}");
+    // A line of the log: it is evicted.
+    fs::write(mount.at(name), bytes(1, 1 << 20)).unwrap();
+    mount.drain();
+    for at in 0..192 {
+        fs::write(mount.at(&format!("f{at}")), bytes(at, 1 << 20)).unwrap();
+    }
+    assert!(!mount.at(name).exists(), "it was the least recently used");
+    let log = mount.log();
+    assert!(log.contains(&format!("evict {shown}\n")), "{log:?}");
+    assert!(!log.lines().any(|line| line.starts_with("1.000")), "{log:?}");
+    assert!(!log.contains(['\u{9b}', '\r', '\u{202e}']), "{log:?}");
 }

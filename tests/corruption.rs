@@ -5,7 +5,7 @@ mod common;
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -193,9 +193,11 @@ fn refused(mount: &Mount, l2: &str) -> String {
     said[0].to_owned()
 }
 
-fn fingerprint(path: &Path) -> (u64, Vec<u64>) {
+/// Length, room taken and content.
+fn fingerprint(path: &Path) -> (u64, u64, Vec<u64>) {
     let file = File::open(path).unwrap();
-    let len = file.metadata().unwrap().len();
+    file.sync_all().unwrap();
+    let (len, blocks) = (file.metadata().unwrap().len(), file.metadata().unwrap().blocks());
     let mut sums = Vec::new();
     let mut chunk = vec![0; CHUNK];
     for at in (0..len).step_by(CHUNK) {
@@ -203,7 +205,7 @@ fn fingerprint(path: &Path) -> (u64, Vec<u64>) {
         file.read_exact_at(chunk, at).unwrap();
         sums.push(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, chunk));
     }
-    (len, sums)
+    (len, blocks, sums)
 }
 
 /// Refused with these words, and not a byte of it is changed.
@@ -277,6 +279,13 @@ fn somebody_elses_file_is_refused_and_untouched() {
     fs::write(mount.store(), bytes(5, 192 << 20)).unwrap();
     check_refused(&mount, ":192MiB", &["not a kvcachefs store", "--format"]);
     check_refused(&mount, "", &["not a kvcachefs store", "--format"]);
+    // An image full of holes, whose file system leaves the first 64 KiB alone.
+    fs::remove_file(mount.store()).unwrap();
+    File::create(mount.store()).unwrap().set_len(192 << 20).unwrap();
+    overwrite(&mount.store(), 65600, b"_BHRfS_M");
+    for size in ["", ":192MiB"] {
+        check_refused(&mount, size, &["not a kvcachefs store", "btrfs", "--format"]);
+    }
     fs::write(mount.store(), "a letter to a friend\n").unwrap();
     check_refused(&mount, ":192MiB", &["21B", "--format"]);
     check_refused(&mount, "", &[]);

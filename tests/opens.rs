@@ -21,7 +21,8 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 use client::Watchdog;
-use common::{Mount, Options, memory_only};
+use common::run::wait_until;
+use common::{Mode, Mount, Options, memory_only, mode};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::getpid;
@@ -246,5 +247,35 @@ fn no_mix_of_opens_fails() {
     assert!(memory_only() || mount.stat("promotions") > 0, "nothing came from the device");
     mount.wait_for("private_files", |files| files == 0);
     mount.wait_for("l1_lent_bytes", |bytes| bytes == 0);
+    mount.check_quiet();
+}
+
+/// A file that comes into L1 while somebody reads it through the daemon gets another inode number. That goes when the
+/// kernel forgets it, not only with the file.
+#[test]
+fn further_inode_numbers_go_when_the_kernel_forgets_them() {
+    if memory_only() || mode() == Mode::Daemon {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 512));
+    let _watchdog = Watchdog::new(&mount);
+    let (path, content) = (mount.at("f"), content(1, 1, 2 << 20));
+    fs::write(&path, &content).unwrap();
+    for round in 1..4 {
+        mount.push_out_of_l1();
+        let through_the_daemon = File::open(&path).unwrap();
+        wait_until("an open of the file in L1 gets another number", || {
+            let mut bytes = vec![0; content.len()];
+            through_the_daemon.read_exact_at(&mut bytes, 0).unwrap();
+            assert!(bytes == content);
+            drop(File::open(&path).unwrap());
+            mount.stat("aliases") == round
+        });
+        assert!(fs::read(&path).unwrap() == content);
+    }
+    // What its name leads to is all that the kernel still knows.
+    mount.wait_for("alias_inodes", |known| known <= 1);
+    fs::remove_file(&path).unwrap();
+    mount.wait_for("alias_inodes", |known| known == 0);
     mount.check_quiet();
 }

@@ -5,14 +5,14 @@
 mod common;
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{Mount, Options, bytes, memory_only};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
@@ -345,7 +345,7 @@ fn fill_from(mount: &Mount, first: usize, size: usize, most: usize) -> (usize, i
         if let Err(error) = bytes(at as u64, size).chunks(MIB / 2).try_for_each(|piece| file.write_all(piece))
         {
             drop(file);
-            fs::remove_file(&path).unwrap();
+            assert!(!path.exists(), "half a file stays");
             return (at, error);
         }
     }
@@ -418,10 +418,73 @@ fn in_memory_only_the_writer_that_does_not_fit_is_refused_and_the_other_goes_on(
     let refused = (0..64).find_map(|_| young.write_all(&piece).err()).unwrap();
     assert_eq!(refused.raw_os_error(), Some(libc::ENOSPC));
     drop(young);
-    fs::remove_file(mount.at("young")).unwrap();
+    assert!(!mount.at("young").exists(), "half a file");
     old.write_all(&old_content[30 * MIB..]).unwrap();
     drop(old);
     assert!(fs::read(mount.at("old")).unwrap() == old_content);
+    mount.check_quiet();
+    nothing_is_left(&mount);
+}
+
+/// Whoever goes on after an error and closes has not written what it wanted to: that is not shown as the file.
+#[test]
+fn a_file_that_a_write_failed_to_is_not_published_unless_the_writer_makes_up_for_it() {
+    let mount = if memory_only() {
+        Mount::with(Options::new(64, 0).arg("--slab-file-max").arg("48MiB"))
+    } else {
+        Mount::with(Options::new(64, 64).arg("--evict").arg("none"))
+    };
+    fs::write(mount.at("old"), bytes(1, MIB)).unwrap();
+    let piece = bytes(2, MIB);
+    let fill_up = |file: &mut File| (0..128).find_map(|_| file.write_all(&piece).err()).unwrap();
+    // In memory only what does not fit while it is open is refused; on the device, what does not fit. What refuses the
+    // last one was let in before: some room is left.
+    let mut fillers = Vec::new();
+    loop {
+        let path = mount.at(&format!("filler{}", fillers.len()));
+        let mut file = File::create(&path).unwrap();
+        if file.write_all(&piece).is_err() {
+            break;
+        }
+        fillers.push((path, file));
+    }
+
+    let mut file = File::create(mount.at("old")).unwrap();
+    assert_eq!(fill_up(&mut file).raw_os_error(), Some(libc::ENOSPC));
+    assert!(file.sync_all().is_err(), "what is not whole cannot be made durable");
+    drop(file);
+    let found = fs::read(mount.at("old"));
+    assert!(
+        found.is_err() && memory_only() || found.unwrap() == bytes(1, MIB),
+        "the version before is there"
+    );
+    assert!(mount.events().contains("old: a write to it failed"), "{}", mount.events());
+
+    let mut file = File::create(mount.at("new")).unwrap();
+    assert_eq!(fill_up(&mut file).raw_os_error(), Some(libc::ENOSPC));
+    let len = file.metadata().unwrap().len();
+    for (path, file) in fillers.drain(..) {
+        drop(file);
+        fs::remove_file(path).unwrap();
+    }
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while let Err(error) = file.write_all(&piece) {
+        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+        assert!(Instant::now() < deadline, "room never comes back");
+        file.seek(SeekFrom::Start(len)).unwrap();
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    drop(file);
+    let read = fs::read(mount.at("new")).unwrap();
+    assert_eq!(read.len() as u64, len + MIB as u64);
+    assert!(read.chunks(MIB).all(|chunk| chunk == piece), "made up for, and whole");
+
+    let mut file = File::create(mount.at("cut")).unwrap();
+    file.write_all(&piece).unwrap();
+    while file.write_all(&piece).is_ok() {}
+    file.set_len(MIB as u64).unwrap();
+    drop(file);
+    assert!(fs::read(mount.at("cut")).unwrap() == piece, "what failed is not wanted any more");
     mount.check_quiet();
     nothing_is_left(&mount);
 }

@@ -6,11 +6,14 @@ mod client;
 mod common;
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use client::{Client, Watchdog, fill};
-use common::Mount;
+use common::{Mount, memory_only};
+use nix::fcntl::OFlag;
+use nix::sys::stat::Mode;
 
 fn missing(mount: &Mount, name: &str) -> bool {
     fs::metadata(mount.at(name)).is_err_and(|error| error.kind() == ErrorKind::NotFound)
@@ -153,6 +156,68 @@ fn locks_by_flock_and_fcntl_exclude() {
         // Closing gives the lock back, too.
         count_under(&mount, &lock, "    os.close(fd)");
         assert_eq!(fs::metadata(mount.at(call)).unwrap().len(), 0);
+    }
+    mount.check_quiet();
+}
+
+/// Whether an exclusive lock can be had, by a descriptor opened with `flags`.
+fn may_lock(path: &Path, flags: i32) -> bool {
+    let flags = OFlag::from_bits_truncate(flags);
+    let file = nix::fcntl::open(path, flags, Mode::from_bits_truncate(0o666)).unwrap();
+    match fs::File::from(file).try_lock() {
+        Ok(()) => true,
+        Err(fs::TryLockError::WouldBlock) => false,
+        Err(fs::TryLockError::Error(error)) => panic!("{}: {error}", path.display()),
+    }
+}
+
+/// A lock file often holds its owner's number. Who opens it to read and who opens it to write lock the same inode.
+#[test]
+fn locks_by_flock_exclude_on_files_that_hold_something() {
+    let mut mount = Mount::new();
+    let _watchdog = Watchdog::new(&mount);
+    let made = [("small", 6), ("large", 2 << 20)];
+    for (name, size) in made {
+        let mut file =
+            fs::File::options().write(true).create(true).truncate(false).open(mount.at(name)).unwrap();
+        file.write_all(&fill(1, size)).unwrap();
+    }
+    let script = "
+size = int(sys.argv[3])
+fd = os.open(sys.argv[2], int(sys.argv[4]))
+if os.O_ACCMODE & int(sys.argv[4]) != os.O_WRONLY:
+    # So that it is in L1 when the others open it.
+    assert os.pread(fd, size, 0) == fill(1, size)
+fcntl.flock(fd, fcntl.LOCK_EX)
+step('locked')
+fcntl.flock(fd, fcntl.LOCK_UN)
+step('unlocked')
+";
+    let ways = [libc::O_RDONLY, libc::O_RDWR, libc::O_WRONLY | libc::O_APPEND, libc::O_RDWR | libc::O_CREAT];
+    for restarted in [false, true] {
+        if restarted {
+            if memory_only() {
+                break;
+            }
+            mount.drain();
+            mount.restart();
+        }
+        for (name, size) in made {
+            for way in ways {
+                let mut holder = Client::with(&mount, script, &[name, &size.to_string(), &way.to_string()]);
+                holder.at("locked");
+                for other in ways {
+                    assert!(!may_lock(&mount.at(name), other), "{name} {way:o} {other:o}, {restarted}");
+                }
+                holder.go();
+                holder.at("unlocked");
+                for other in ways {
+                    assert!(may_lock(&mount.at(name), other), "{name} {way:o} {other:o}, {restarted}");
+                }
+                holder.go();
+                holder.end();
+            }
+        }
     }
     mount.check_quiet();
 }

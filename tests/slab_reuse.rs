@@ -6,9 +6,10 @@
 mod common;
 
 use std::fs::{self, File};
-use std::io::{IoSlice, PipeReader, Read};
+use std::io::{IoSlice, PipeReader, Read, Write};
 use std::num::NonZeroUsize;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::ptr::NonNull;
@@ -191,7 +192,6 @@ fn mount(rest: &str, strict: bool) -> Mount {
         options = options.arg("--recycle").arg("strict");
     }
     let mount = Mount::with(options);
-    use std::os::unix::fs::PermissionsExt;
     fs::set_permissions(mount.path(), fs::Permissions::from_mode(0o777)).unwrap();
     mount
 }
@@ -203,27 +203,89 @@ fn pages_stay_what_they_were(mount: &Mount, writer: u32) {
     write_as(OWNER, &path, &old);
     let held = keepers(&path);
     fs::remove_file(&path).unwrap();
+    all_of_l1_is_used_again(mount, mount.path(), writer);
+    nothing_has_changed(held, &old);
+    mount.check_quiet();
+}
+
+fn all_of_l1_is_used_again(mount: &Mount, dir: &Path, writer: u32) {
     let foreign = bytes(2, SIZE);
     for at in 0..2 * (64 << 20) / SIZE {
-        let path = mount.at(&format!("w{}", at % 4));
+        let path = dir.join(format!("w{}", at % 4));
         write_as(writer, &path, &foreign);
         // Read in passthrough, so that these slabs rest too.
         assert!(fs::read(&path).unwrap() == foreign);
     }
     let used = mount.stat("slabs_reused") + mount.stat("slabs_replaced");
     assert!(used > 0, "no slab was used again");
+}
+
+fn nothing_has_changed(held: Vec<(&'static str, Box<dyn Keeper>)>, old: &[u8]) {
     for (name, keeper) in held {
         let seen = keeper.look();
         assert!(!seen.is_empty(), "{name} kept nothing");
         let changed = (0..seen.len()).filter(|&at| seen[at] != old[at]).count();
         assert_eq!(changed, 0, "{name}: of {} bytes so many are another file's", seen.len());
     }
-    mount.check_quiet();
 }
 
 #[test]
 fn another_owner_never_gets_pages_that_were_read() {
     pages_stay_what_they_were(&mount("0s", false), OTHER);
+}
+
+/// The same user's files in another directory below the root, also where that has the removed one's place.
+#[test]
+fn another_namespace_never_gets_pages_that_were_read() {
+    let mount = mount("0s", false);
+    let namespace = |name: &str| {
+        fs::create_dir(mount.at(name)).unwrap();
+        std::os::unix::fs::chown(mount.at(name), Some(OWNER), Some(OWNER)).unwrap();
+        fs::metadata(mount.at(name)).unwrap().ino() as u32
+    };
+    let gone = namespace("gone");
+    let (path, old) = (mount.at("gone/read"), bytes(1, SIZE));
+    write_as(OWNER, &path, &old);
+    let held = keepers(&path);
+    fs::remove_file(&path).unwrap();
+    mount.drain();
+    fs::remove_dir(mount.at("gone")).unwrap();
+    mount.drain();
+    assert_eq!(namespace("next"), gone, "the test needs the place of the removed directory");
+    all_of_l1_is_used_again(&mount, &mount.at("next"), OWNER);
+    nothing_has_changed(held, &old);
+    mount.check_quiet();
+}
+
+/// What is written to a file without a name belongs to no namespace any more, not to the root's.
+#[test]
+fn a_file_without_a_name_gets_no_pages_that_were_read() {
+    let mount = mount("0s", false);
+    // As many pages as a file is given that begins to be written.
+    let (path, old) = (mount.at("read"), bytes(1, 4 << 20));
+    write_as(OWNER, &path, &old);
+    let held = keepers(&path);
+    fs::remove_file(&path).unwrap();
+    mount.drain();
+    fs::create_dir(mount.at("space")).unwrap();
+    fs::set_permissions(mount.at("space"), fs::Permissions::from_mode(0o777)).unwrap();
+    let foreign = bytes(2, PIPE);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            setfsgid(Gid::from_raw(OWNER));
+            setfsuid(Uid::from_raw(OWNER));
+            let mut open = Vec::new();
+            for _ in 0..10 {
+                let path = mount.at("space/nameless");
+                let mut file = File::create_new(&path).unwrap();
+                fs::remove_file(&path).unwrap();
+                file.write_all(&foreign).unwrap();
+                open.push(file);
+            }
+        });
+    });
+    nothing_has_changed(held, &old);
+    mount.check_quiet();
 }
 
 #[test]

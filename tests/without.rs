@@ -27,15 +27,25 @@ fn without_passthrough_it_says_who_reads() {
     assert_eq!((mount.stat("passthrough"), mount.stat("opens_passthrough")), (0, 0));
 }
 
-/// Answers every `io_uring_setup` with EPERM, as containers do.
-fn forbid_io_uring(command: &mut Command) -> &mut Command {
-    let op = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
-    let filter = [
-        op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0), // the number of the call
-        op(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, libc::SYS_io_uring_setup as u32),
-        op(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
-        op(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
-    ];
+const fn op(code: u32, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
+    libc::sock_filter { code: code as u16, jt, jf, k }
+}
+/// Loads 32 bits of what the kernel tells of the call: its number, and the lower halves of its arguments.
+const fn load(at: u32) -> libc::sock_filter {
+    op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, at)
+}
+const NUMBER: u32 = 0;
+const ARGUMENTS: [u32; 2] = [16, 24];
+/// Skips so many instructions if what was loaded is equal, or is not.
+const fn skip(equal: u32, if_so: u8, if_not: u8) -> libc::sock_filter {
+    op(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, if_so, if_not, equal)
+}
+const REFUSE: libc::sock_filter =
+    op(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32);
+const ALLOW: libc::sock_filter = op(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW);
+
+/// The program runs under a filter of system calls, as in containers.
+fn filtered(command: &mut Command, filter: Vec<libc::sock_filter>) -> &mut Command {
     let install = move || {
         let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
         // SAFETY: prctl is async-signal-safe; the program lives until the call returns, and the kernel copies it.
@@ -47,6 +57,91 @@ fn forbid_io_uring(command: &mut Command) -> &mut Command {
     };
     // SAFETY: the closure makes two system calls and allocates nothing.
     unsafe { command.pre_exec(install) }
+}
+
+fn forbid_io_uring(command: &mut Command) -> &mut Command {
+    filtered(command, vec![load(NUMBER), skip(libc::SYS_io_uring_setup as u32, 0, 1), REFUSE, ALLOW])
+}
+
+/// Answers FUSE_DEV_IOC_BACKING_OPEN with EPERM on every descriptor but this one.
+fn forbid_backing_files(command: &mut Command, but: i32) -> &mut Command {
+    const BACKING_OPEN: u32 = 1 << 30 | 16 << 16 | 229 << 8 | 1;
+    let filter = vec![
+        load(NUMBER),
+        skip(libc::SYS_ioctl as u32, 0, 5),
+        load(ARGUMENTS[1]),
+        skip(BACKING_OPEN, 0, 3),
+        load(ARGUMENTS[0]),
+        skip(but as u32, 1, 0),
+        REFUSE,
+        ALLOW,
+    ];
+    filtered(command, filter)
+}
+
+/// The kernel takes backing files when the mount is made, and refuses most of them later.
+#[test]
+fn without_passthrough_for_a_file_the_daemon_reads_it() {
+    let mut mount = Mount::new();
+    if mount.stat("passthrough") == 0 {
+        return;
+    }
+    let stores = mount.stores();
+    mount.stop();
+    let pid_file = mount.scratch.path().join("pid");
+    let command = || {
+        let mut command = kvcachefs(["mount", "--daemon", "--l1=128MiB", "--log-level=error", "--threads=4"]);
+        command.args(&stores).arg("--pid-file").arg(&pid_file).arg(mount.path());
+        command
+    };
+    let unmount = || {
+        run(&mut kvcachefs(["umount", mount.path().to_str().unwrap()])).expect_success();
+        wait_until("the daemon ends", || !pid_file.exists());
+    };
+    // The descriptor that the daemon tries it with when it starts; the other threads have copies.
+    run(&mut command()).expect_success();
+    let pid = fs::read_to_string(&pid_file).unwrap().trim().to_owned();
+    let tried_with = fs::read_dir(format!("/proc/{pid}/fd"))
+        .unwrap()
+        .map(Result::unwrap)
+        .filter(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == Path::new("/dev/fuse")))
+        .map(|fd| fd.file_name().to_str().unwrap().parse().unwrap())
+        .min()
+        .unwrap();
+    unmount();
+    // Threads that start meanwhile open files, too: it may be another number the next time, and was perhaps this time.
+    let tries = (0..60).any(|round: i32| {
+        let near = [0, 0, 1, -1, 2, -2, 3, -3][round as usize % 8];
+        run(forbid_backing_files(&mut command(), (tried_with + near).max(3))).expect_success();
+        let succeeded = mount.stat("passthrough") == 1;
+        if !succeeded {
+            unmount();
+        }
+        succeeded
+    });
+    assert!(tries, "the test needs the first try to succeed");
+
+    let files: Vec<PathBuf> = (0..32).map(|at| mount.at(&format!("f{at}"))).collect();
+    for (at, path) in files.iter().enumerate() {
+        fs::write(path, bytes(at as u64, 1 << 20)).unwrap();
+    }
+    // Many at once, so that some opens wait for the one that tries, and each file is read in one way by all.
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for (at, path) in files.iter().enumerate() {
+                    let open = fs::File::open(path).unwrap();
+                    assert!(fs::read(path).unwrap() == bytes(at as u64, 1 << 20));
+                    drop(open);
+                }
+            });
+        }
+    });
+    let status = mount.status();
+    assert!(status.contains("without: passthrough for some files (the kernel refused it: "), "{status}");
+    assert!(mount.stat("opens_direct") > 0);
+    mount.check_quiet();
+    unmount();
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use kvcachefs::l2::record::{Put, Record};
-use kvcachefs::l2::volume::{CatalogReader, PushRecord, Volume, VolumeOptions};
+use kvcachefs::l2::volume::{CatalogReader, Volume, VolumeOptions};
 use kvcachefs::l2::{DeviceOptions, Extent};
 
 use crate::cli::Cli;
@@ -87,7 +87,7 @@ fn name(at: u64) -> String {
 struct Nobody;
 
 impl CatalogReader for Nobody {
-    fn devices(&mut self, _: &[u64]) {}
+    fn devices(&mut self, _: &[u64], _: u64) {}
     fn record(&mut self, _: Record) {}
 }
 
@@ -106,28 +106,26 @@ fn format(device: &Path, cli: &Cli, files: u64) -> Result<()> {
     let pages = (cli.file_kib / 4) as u32;
     let blocks = (cli.file_kib * 1024).div_ceil(256 << 10) as u32;
     let mut encoded = Vec::new();
-    let mut push_all = |push: &mut PushRecord<'_>| {
-        // The root is node 0; directories follow it, then files.
-        for id in 1..=DIRS + files {
-            let mut put = Put { id: 1 << 32 | id, seq: id, mode: 0o644, ..Put::default() };
-            (put.mtime, put.ctime, put.atime) = (BORN, BORN, BORN);
-            if id <= DIRS {
-                (put.kind, put.mode, put.name) = (1, 0o755, format!("{:02x}", id - 1).into_bytes());
-            } else {
-                let at = id - DIRS - 1;
-                put.parent = 1 << 32 | (at % DIRS + 1);
-                put.name = name(at).into_bytes();
-                put.size = cli.file_kib * 1024;
-                put.extents = vec![Extent { start: at * u64::from(pages), blocks: pages }];
-                put.crcs = (0..blocks).map(|block| (at as u32).wrapping_add(block)).collect();
-            }
-            encoded.clear();
-            Record::Put(Box::new(put)).encode(&mut encoded);
-            push(&encoded)?;
+    let mut checkpoint = volume.begin_checkpoint();
+    // The root is node 0; directories follow it, then files.
+    for id in 1..=DIRS + files {
+        let mut put = Put { id: 1 << 32 | id, seq: id, mode: 0o644, ..Put::default() };
+        (put.mtime, put.ctime, put.atime) = (BORN, BORN, BORN);
+        if id <= DIRS {
+            (put.kind, put.mode, put.name) = (1, 0o755, format!("{:02x}", id - 1).into_bytes());
+        } else {
+            let at = id - DIRS - 1;
+            put.parent = 1 << 32 | (at % DIRS + 1);
+            put.name = name(at).into_bytes();
+            put.size = cli.file_kib * 1024;
+            put.extents = vec![Extent { start: at * u64::from(pages), blocks: pages }];
+            put.crcs = (0..blocks).map(|block| (at as u32).wrapping_add(block)).collect();
         }
-        Ok(())
-    };
-    volume.checkpoint(&mut push_all).context(|| "cannot write the catalog".into())?;
+        encoded.clear();
+        Record::Put(Box::new(put)).encode(&mut encoded);
+        checkpoint.push(&encoded).context(|| "cannot write the catalog".into())?;
+    }
+    volume.finish_checkpoint(checkpoint).context(|| "cannot write the catalog".into())?;
     volume.stop();
     Ok(())
 }

@@ -11,6 +11,11 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+#[path = "../../tests/common/stall.rs"]
+mod stall;
+#[path = "../../tests/common/wedge.rs"]
+mod wedge;
+
 const KVCTL: &str = env!("CARGO_BIN_EXE_kvctl");
 const HELPER: &str = env!("CARGO_BIN_EXE_mount-kvcachefs");
 const LIMIT: Duration = Duration::from_secs(60);
@@ -191,12 +196,8 @@ fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
     let shown = place.mnt().display().to_string();
     let daemon = place.mount();
     kill(Pid::from_raw(daemon), Signal::SIGSTOP).unwrap();
-    // The kernel lets nobody go whose request a daemon has taken, not even to die; so it must take none any more.
-    let tasks = || fs::read_dir(format!("/proc/{daemon}/task")).unwrap().flatten();
-    let stat = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap();
-    wait_until("every thread is stopped", || tasks().all(|task| stat(task).contains(") T ")));
-    refuses(kvctl(&["status"]).arg(place.mnt()), &[&shown, "no answer", "umount --lazy"]);
-    refuses(kvctl(&["umount"]).arg(place.mnt()), &[&shown, "does not answer", "--lazy"]);
+    refuses(kvctl(&["status"]).arg(place.mnt()), &[&shown, "no answer", "umount --force"]);
+    refuses(kvctl(&["umount"]).arg(place.mnt()), &[&shown, "does not answer", "--force"]);
     kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
     wait_until("the daemon ends", || !is_running(daemon));
     // The last of its threads closes the device a little later.
@@ -209,6 +210,60 @@ fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
     assert_eq!(json[0]["alive"], false);
     succeeds(kvctl(&["umount"]).arg(place.mnt()));
     assert!(!place.is_mounted());
+}
+
+/// The daemon is killed while the kernel waits for a client's lock and the client for the daemon.
+#[test]
+fn a_wedged_mount_is_told_and_cut_off_and_nobody_hangs() {
+    let place = Place::new();
+    let shown = place.mnt().display().to_string();
+    let mut mount = kvctl(&["mount", "--l1=64MiB", "--log-level=error", "--guard=false"]);
+    succeeds(mount.args(wedge::OPTIONS).arg("--l2").arg(place.store()).arg(place.mnt()));
+    let daemon = place.pid();
+    let mut wedged = wedge::Wedged::make(&place.mnt(), daemon);
+    kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
+    wait_until("its first thread has ended", || !is_running(daemon));
+    refuses(kvctl(&["status"]).arg(place.mnt()), &[&shown, "was killed and cannot end", "umount --force"]);
+    refuses(kvctl(&["stats"]).arg(place.mnt()), &[&shown, "was killed and cannot end", "umount --force"]);
+    refuses(kvctl(&["events"]).arg(place.mnt()), &[&shown, "was killed and cannot end", "umount --force"]);
+    refuses(kvctl(&["umount"]).arg(place.mnt()), &[&shown, "was killed and cannot end", "umount --force"]);
+    // Also by a path that leads into it.
+    let inside = place.mnt().join("wedge/known");
+    refuses(kvctl(&["status"]).arg(inside), &["no kvcachefs is mounted there"]);
+    let json = output(kvctl(&["status", "--json"]).arg(place.mnt()));
+    let json: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json[0]["alive"], false);
+    assert!(wedged.hangs(), "it is no wedge");
+    succeeds(kvctl(&["umount", "--force"]).arg(place.mnt()));
+    assert!(!place.is_mounted());
+    wedged.said();
+    // Whoever wanted it to be gone has that.
+    succeeds(kvctl(&["umount", "--force"]).arg(place.mnt()));
+    place.mount();
+    refuses(kvctl(&["umount", "--force"]).arg(place.mnt()), &[&shown, "lives and answers"]);
+    succeeds(kvctl(&["umount"]).arg(place.mnt()));
+}
+
+/// Whoever waits for a request that the daemon has taken cannot be ended by any signal.
+#[test]
+fn a_command_ends_in_time_though_its_request_is_not_answered() {
+    let place = Place::new();
+    let Some(disk) = stall::Disk::new() else { return };
+    let shown = place.mnt().display().to_string();
+    let store = format!("{}:128MiB", disk.path().join("store").display());
+    let mut mount = kvctl(&["mount", "--l1=64MiB", "--log-level=error", "--request-deadline=1h"]);
+    succeeds(mount.args(["--fsync-deadline=1h", "--l2", &store]).arg(place.mnt()));
+    let frozen = disk.freeze();
+    fs::write(place.mnt().join("f"), vec![7; 1 << 20]).unwrap();
+    refuses(
+        kvctl(&["umount", "--timeout=1s"]).arg(place.mnt()),
+        &[&shown, "not everything could be stored within 1s", "nothing was unmounted"],
+    );
+    assert!(place.is_mounted());
+    assert!(succeeds(kvctl(&["status"]).arg(place.mnt())).contains("health ok"));
+    drop(frozen);
+    // Whoever was left behind with the request ends once it is answered.
+    wait_until("unmounted", || output(kvctl(&["umount"]).arg(place.mnt())).status.success());
 }
 
 #[test]
@@ -347,4 +402,19 @@ fn the_unit_and_the_fstab_example_name_options_that_exist() {
             && unit.contains("--daemon=false")
             && unit.contains("LimitMEMLOCK=infinity")
     );
+    // What it starts and what it runs afterwards are command lines that the program understands.
+    for (key, end) in [("ExecStart=", "--help"), ("ExecStopPost=-", "--help")] {
+        let line = unit.lines().find_map(|line| line.strip_prefix(key)).unwrap();
+        let words: Vec<_> = line.split_whitespace().skip(1).chain([end]).collect();
+        let place = Place::new();
+        let help = succeeds(Command::new(Path::new(KVCTL).with_file_name("kvcachefs")).args(&words));
+        assert!(
+            words[..words.len() - 1]
+                .iter()
+                .filter(|word| word.starts_with("--"))
+                .all(|word| help.contains(word.split('=').next().unwrap())),
+            "{line}"
+        );
+        drop(place);
+    }
 }

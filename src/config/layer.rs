@@ -149,6 +149,11 @@ pub struct Layer {
     #[arg(long, value_name = "TIME", help_heading = WRITING)]
     pub request_deadline: Option<Period>,
 
+    /// After this an fsync, of a file or of a directory, is answered with ETIMEDOUT though devices still take bytes; if
+    /// they take none, --request-deadline ends it. Default: 5m.
+    #[arg(long, value_name = "TIME", help_heading = WRITING)]
+    pub fsync_deadline: Option<Period>,
+
     /// Return when the mount works and go on in the background. Default: stay in the foreground.
     #[arg(long, value_name = "BOOL", help_heading = RUNNING, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
     pub daemon: Option<bool>,
@@ -165,6 +170,11 @@ pub struct Layer {
     #[arg(long, value_name = "LEVEL", help_heading = RUNNING, value_parser = parse_log_level)]
     #[serde(deserialize_with = "log_level")]
     pub log_level: Option<LevelFilter>,
+
+    /// Have a small process (kvcachefs-guard) cut the mount off when the daemon has died, so that clients get an error at
+    /// once and never hang. Default: true.
+    #[arg(long, value_name = "BOOL", help_heading = RUNNING, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
+    pub guard: Option<bool>,
 
     /// Threads that take requests from the kernel. Each owns a 16 MiB buffer. Default: one a core, 2 to 8.
     #[arg(long, value_name = "N", help_heading = RUNNING)]
@@ -346,10 +356,12 @@ impl Layer {
             publish_wait,
             drain_timeout,
             request_deadline,
+            fsync_deadline,
             daemon,
             pid_file,
             log_file,
             log_level,
+            guard,
             threads
         )
     }

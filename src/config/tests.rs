@@ -194,6 +194,7 @@ fn what_cannot_work_is_refused_with_a_remedy() {
         ("threads=1".to_owned(), "--threads: 1 is not enough"),
         ("queue_depth=0".to_owned(), "--queue-depth: 0 is out of range"),
         ("l2_files_max=0".to_owned(), "--l2-files-max: 0 leaves no room"),
+        ("fsync_deadline=0s".to_owned(), "--fsync-deadline: 0s would let nothing become durable"),
         ("request_deadline=0s".to_owned(), "--request-deadline: 0s would answer nothing"),
         ("publish_wait=31s".to_owned(), "--publish-wait: is not below --request-deadline"),
         (format!("l2={a}:64MiB,l2={a}:32MiB", a = at("a")), "the same store is given twice"),

@@ -18,48 +18,58 @@ thread_local! {
     static FAULTS: RefCell<Option<Faults>> = const { RefCell::new(None) };
 }
 
-fn faulty(inner: Arc<dyn Engine>) -> Arc<dyn Engine> {
+pub(super) fn faulty(inner: Arc<dyn Engine>) -> Arc<dyn Engine> {
     let (engine, faults) = Faulty::new(inner);
     FAULTS.with(|at| *at.borrow_mut() = Some(faults));
     Arc::new(engine)
 }
 
-struct Rig {
-    daemon: Daemon,
+pub(super) struct Rig {
+    pub daemon: Daemon,
     events: Arc<Events>,
-    faults: Faults,
+    pub faults: Faults,
 }
 
 impl Rig {
-    fn start(dir: &Path) -> Self {
-        let store = dir.join("store");
-        let flags = Layer::from_fstab([
-            "mountpoint=/mnt/unused",
-            &format!("l1=64MiB,l2={}:64MiB,lock=false,l2-engine=threads", store.display()),
-        ])
-        .unwrap();
+    pub fn start(dir: &Path) -> Self {
+        Self::start_with(dir, "64MiB", faulty)
+    }
+
+    /// With a store of this size (and other options), and something in front of its device.
+    pub fn start_with(dir: &Path, size: &str, wrap: Wrap) -> Self {
+        Self::wrapped(&format!("l1=64MiB,l2={}:{size}", dir.join("store").display()), wrap)
+    }
+
+    /// With these options. The orders are for the last of several devices.
+    pub fn with(options: &str) -> Self {
+        Self::wrapped(options, faulty)
+    }
+
+    fn wrapped(options: &str, wrap: Wrap) -> Self {
+        let flags =
+            Layer::from_fstab(["mountpoint=/mnt/unused,lock=false,l2-engine=threads", options]).unwrap();
         let config = Config::resolve(Layer::default(), Layer::default(), flags, &Host::probe()).unwrap();
         let ready = crate::background::start(false, None).unwrap().unwrap();
         let events = Arc::new(Events::default());
-        let mut daemon = Daemon::start_on(&config, &events, &ready, Some(faulty)).unwrap();
+        let mut daemon = Daemon::start_on(&config, &events, &ready, Some(wrap)).unwrap();
         daemon.keep_stores();
-        let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap();
+        let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap_or_default();
         Self { daemon, events, faults }
     }
 
-    fn stop(self) {
+    pub fn stop(self) {
         self.daemon.stop();
     }
 
-    fn store(&self) -> &Arc<Store> {
+    pub fn store(&self) -> &Arc<Store> {
         &self.daemon.store
     }
 
-    fn caller() -> Caller {
+    pub fn caller() -> Caller {
         Caller { tid: nix::unistd::gettid().as_raw() as u32, uid: 0, gid: 0 }
     }
 
-    fn create(&self, name: &str, bytes: &[u8]) -> Handle {
+    pub fn create(&self, name: &str, bytes: &[u8]) -> Handle {
         let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
         let (_, handle) =
             self.store().create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller()).unwrap();
@@ -69,31 +79,35 @@ impl Rig {
         handle
     }
 
-    fn write(&self, name: &str, bytes: &[u8]) {
+    pub fn write(&self, name: &str, bytes: &[u8]) {
         let handle = self.create(name, bytes);
         self.store().release(&handle);
     }
 
-    fn fsync(&self, handle: &Handle) -> Result<(), Errno> {
+    pub fn fsync(&self, handle: &Handle) -> Result<(), Errno> {
         let (tell, told) = channel();
         self.store().fsync(handle, Box::new(move |result| tell.send(result).unwrap()));
         told.recv().unwrap()
     }
 
-    fn drain(&self) -> Result<(), Errno> {
+    pub fn drain(&self) -> Result<(), Errno> {
         let (tell, told) = channel();
         self.store().barrier(Box::new(move |result| tell.send(result).unwrap()));
         told.recv().unwrap()
     }
 
-    fn find(&self, name: &str) -> Result<u64, Errno> {
-        match self.store().lookup(ROOT_INO, name.as_bytes(), &Self::caller()) {
+    pub fn find(&self, name: &str) -> Result<u64, Errno> {
+        self.find_in(ROOT_INO, name)
+    }
+
+    pub fn find_in(&self, parent: u64, name: &str) -> Result<u64, Errno> {
+        match self.store().lookup(parent, name.as_bytes(), &Self::caller()) {
             Answer::Now(found) => found.map(|entry| entry.attr.ino),
             Answer::Wait => panic!("nothing is being released"),
         }
     }
 
-    fn read(&self, ino: u64, len: usize) -> Result<Vec<u8>, Errno> {
+    pub fn read(&self, ino: u64, len: usize) -> Result<Vec<u8>, Errno> {
         let opened = self.store().open(ino, libc::O_RDONLY, &Self::caller())?;
         let (tell, told) = channel();
         let reply =
@@ -104,10 +118,19 @@ impl Rig {
         read
     }
 
-    fn said(&self, what: &str) -> bool {
+    /// Waits until something has come about; what does not come is a test that hangs, and is seen.
+    pub fn wait(&self, come: impl Fn() -> bool) {
+        while !come() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    pub fn said(&self, what: &str) -> bool {
         String::from_utf8(self.events.read(0, 1 << 20)).unwrap().lines().any(|line| line.contains(what))
     }
 }
+
+mod bounds;
 
 #[test]
 fn what_the_device_does_not_take_goes_away_and_whoever_asks_is_told() {
@@ -133,7 +156,6 @@ fn what_the_device_does_not_take_goes_away_and_whoever_asks_is_told() {
     rig.store().release(&handle);
     let _ = rig.drain();
 
-    // A new version that cannot be stored takes its name with it; nothing old comes back in its place.
     let used = rig.store().snapshot().used_bytes;
     assert_eq!(used, 300_000u64.next_multiple_of(4096), "room of what failed is back");
     assert_eq!(rig.read(rig.find("kept").unwrap(), 300_000), Ok(vec![1; 300_000]));

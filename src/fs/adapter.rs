@@ -5,15 +5,15 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dashmap::DashMap;
 use fuser::{
-    AccessFlags, BackingId, BsdFileFlags, Errno as FuseErrno, FileAttr, FileHandle, FileType, Filesystem,
-    FopenFlags, Generation, INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags,
-    ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek,
-    ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, Errno as FuseErrno, FileAttr, FileHandle,
+    FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner,
+    OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry,
+    ReplyIoctl, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use nix::errno::Errno;
 
@@ -21,10 +21,21 @@ use crate::control::{Control, Opened as OpenedControl};
 use crate::store::attr::{Attr, Change, Entry, NAME_MAX};
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
-use crate::store::{Answer, Caller, Handle, Store};
+use crate::store::{Answer, Caller, Handle, Opened, Store, UnitReply};
 
 /// Largest write and read in one request.
 const TRANSFER_MAX: u32 = 1 << 20;
+
+/// Fewest background requests that the kernel may have given us at a time: asynchronous reads and writes, and RELEASE. It
+/// keeps further ones to itself, and a RELEASE that is kept publishes late; so they must not be few.
+const BACKGROUND_MIN: u16 = 1024;
+
+/// How many background requests the kernel may have given us at a time. A write that waits for room is held by the daemon
+/// with its bytes, so this bounds what a client can make it hold without threads of its own: as much as may be dirty, at
+/// least 1 GiB. What is beyond stays in the client's memory.
+fn background_max(dirty_limit_bytes: u64) -> u16 {
+    u16::try_from(dirty_limit_bytes / u64::from(TRANSFER_MAX)).unwrap_or(u16::MAX).max(BACKGROUND_MIN)
+}
 
 enum Open {
     File(Arc<Handle>),
@@ -46,6 +57,8 @@ pub struct KvFs {
     control: Arc<Control>,
     handles: DashMap<u64, Open>,
     next_handle: AtomicU64,
+    /// The kernel has refused a backing file, and it has been said.
+    backing_refused: AtomicBool,
 }
 
 fn fuse_errno(errno: Errno) -> FuseErrno {
@@ -134,7 +147,13 @@ fn reply_empty(reply: ReplyEmpty, result: Result<(), Errno>) {
 
 impl KvFs {
     pub fn new(store: Arc<Store>, control: Arc<Control>) -> Self {
-        Self { store, control, handles: DashMap::new(), next_handle: AtomicU64::new(1) }
+        Self {
+            store,
+            control,
+            handles: DashMap::new(),
+            next_handle: AtomicU64::new(1),
+            backing_refused: AtomicBool::new(false),
+        }
     }
 
     fn add(&self, open: Open) -> FileHandle {
@@ -151,6 +170,16 @@ impl KvFs {
         match self.get(fh) {
             Some(Open::File(handle)) => Ok(handle),
             _ => Err(Errno::EBADF),
+        }
+    }
+
+    /// Passthrough worked when the mount was made, and does not for some file. It is read all the same (rule R17).
+    fn note_refused_backing(&self, error: &io::Error) {
+        if !self.backing_refused.swap(true, Ordering::Relaxed) {
+            log::warn!("the kernel refuses passthrough for a file: {error} (said once); the daemon reads it");
+            self.control.without(format!(
+                "passthrough for some files (the kernel refused it: {error}): reads of them go through the daemon"
+            ));
         }
     }
 
@@ -185,9 +214,9 @@ impl Filesystem for KvFs {
         }
         // A refused value leaves the kernel's own, which is smaller but works.
         let _ = config.set_max_write(TRANSFER_MAX);
-        // RELEASE and asynchronous reads are background requests: the kernel must not hold them back (fact 7).
-        let _ = config.set_max_background(u16::MAX);
-        let _ = config.set_congestion_threshold(u16::MAX);
+        let background = background_max(self.store.snapshot().dirty_limit_bytes);
+        let _ = config.set_max_background(background);
+        let _ = config.set_congestion_threshold(background);
         Ok(())
     }
 
@@ -205,7 +234,9 @@ impl Filesystem for KvFs {
         }
     }
 
-    fn forget(&self, _req: &Request, _ino: INodeNo, _nlookup: u64) {}
+    fn forget(&self, _req: &Request, ino: INodeNo, nlookup: u64) {
+        self.store.forget(ino.0, nlookup);
+    }
 
     fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
         reply_attr(reply, self.control.getattr(ino.0).unwrap_or_else(|| self.store.getattr(ino.0)));
@@ -339,37 +370,33 @@ impl Filesystem for KvFs {
                 Err(errno) => reply.error(fuse_errno(errno)),
             };
         }
-        let opened = match self.store.open(ino.0, flags.0, &caller(req)) {
+        let Opened { mut handle, slab } = match self.store.open(ino.0, flags.0, &caller(req)) {
             Ok(opened) => opened,
             Err(errno) => return reply.error(fuse_errno(errno)),
         };
         // Only what was written needs to know of each close (fact 6).
-        let quiet = if opened.handle.writer { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
-        let Some(slab) = opened.slab else {
-            let fh = self.add(Open::File(Arc::new(opened.handle)));
-            return reply.opened(fh, quiet | FopenFlags::FOPEN_DIRECT_IO);
-        };
-        let mut backing = slab.backing_slot().lock();
-        if backing.is_none() {
-            match reply.open_backing(slab.backing_fd()) {
-                Ok(id) => *backing = Some(Box::new(id)),
-                Err(error) => {
-                    log::error!("passthrough open: {error}");
-                    self.store.open_failed(&opened.handle);
-                    return reply.error(FuseErrno::EIO);
+        let quiet = if handle.writer { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
+        if let Some(slab) = slab {
+            let mut backing = slab.backing_slot().lock();
+            // Another open of this inode number may have failed meanwhile: all of them are served in one way (rule R3b).
+            let passthrough = self.store.reads_by_passthrough(&handle);
+            if passthrough && backing.is_none() {
+                match reply.open_backing(slab.backing_fd()) {
+                    Ok(id) => *backing = Some(Box::new(id)),
+                    Err(error) => self.note_refused_backing(&error),
                 }
             }
-        }
-        match backing.as_ref().and_then(|id| id.downcast_ref::<BackingId>()) {
-            Some(id) => {
-                let fh = self.add(Open::File(Arc::new(opened.handle)));
-                reply.opened_passthrough(fh, quiet, id);
-            }
-            None => {
-                self.store.open_failed(&opened.handle);
-                reply.error(FuseErrno::EIO);
+            match backing.as_ref().filter(|_| passthrough).and_then(|id| id.downcast_ref::<BackingId>()) {
+                Some(id) => {
+                    let fh = self.add(Open::File(Arc::new(handle)));
+                    return reply.opened_passthrough(fh, quiet, id);
+                }
+                // No open of this number has been answered with passthrough, so the mode can still be the other.
+                None => self.store.read_directly(&mut handle),
             }
         }
+        let fh = self.add(Open::File(Arc::new(handle)));
+        reply.opened(fh, quiet | FopenFlags::FOPEN_DIRECT_IO);
     }
 
     fn read(
@@ -454,10 +481,30 @@ impl Filesystem for KvFs {
     }
 
     fn fsync(&self, _req: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        match self.file(fh) {
-            Ok(handle) => self.store.fsync(&handle, Box::new(move |result| reply_empty(reply, result))),
-            Err(errno) => reply.error(fuse_errno(errno)),
+        let answer: UnitReply = Box::new(move |result| reply_empty(reply, result));
+        match self.get(fh) {
+            Some(Open::File(handle)) => self.store.fsync(&handle, answer),
+            // A drain, like the fsync of a directory, for which the kernel locks nothing that others need.
+            Some(Open::Control(_)) => self.store.fsync_all(answer),
+            None => answer(Err(Errno::EBADF)),
         }
+    }
+
+    /// The kernel copies through its own buffers instead, and does not ask again.
+    fn copy_file_range(
+        &self,
+        _req: &Request,
+        _ino_in: INodeNo,
+        _fh_in: FileHandle,
+        _offset_in: u64,
+        _ino_out: INodeNo,
+        _fh_out: FileHandle,
+        _offset_out: u64,
+        _len: u64,
+        _flags: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        reply.error(FuseErrno::ENOSYS);
     }
 
     fn opendir(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
@@ -506,7 +553,7 @@ impl Filesystem for KvFs {
     }
 
     fn fsyncdir(&self, _req: &Request, _ino: INodeNo, _fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        self.store.barrier(Box::new(move |result| reply_empty(reply, result)));
+        self.store.fsync_all(Box::new(move |result| reply_empty(reply, result)));
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {

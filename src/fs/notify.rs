@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use fuser::{INodeNo, Notifier};
 use parking_lot::Mutex;
 
+use crate::shown;
 use crate::store::Notify;
 
 struct Stale {
@@ -56,7 +57,7 @@ fn run(notifier: &Notifier, receiver: &Receiver<Stale>) {
     while let Ok(Stale { parent, name }) = receiver.recv() {
         if let Err(error) = notifier.inval_entry(INodeNo(parent), OsStr::from_bytes(&name)) {
             // ENODEV and EBADF: unmounted. Opens check for themselves, so the kernel's view ends with its timeout.
-            log::debug!("invalidating {}: {error}", String::from_utf8_lossy(&name));
+            log::debug!("invalidating {}: {error}", shown::name(&name));
         }
     }
 }

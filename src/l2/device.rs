@@ -11,8 +11,9 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Seek, SeekFrom};
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use std::sync::mpsc::sync_channel;
 
 use nix::fcntl::{FallocateFlags, FcntlArg, OFlag, fallocate, fcntl};
 use nix::sys::statvfs::fstatvfs;
+use nix::unistd::{Whence, lseek};
 
 use super::{Class, Direction, Engine, EngineOptions, Io, Target, Threads, Uring};
 use crate::config::L2_MIN;
@@ -55,8 +57,6 @@ pub struct DeviceOptions {
     /// Bytes, a multiple of 4096. Needed to create a file; otherwise what the file must have, and at most what
     /// the block device has. `None`: whatever is there.
     pub size: Option<u64>,
-    /// The store is made anew, so a file gets the size that is asked for, whatever it has.
-    pub remake: bool,
     pub kind: EngineKind,
     pub engine: EngineOptions,
 }
@@ -107,36 +107,108 @@ impl Drop for Made {
     }
 }
 
-impl Device {
-    pub fn open(path: &Path, options: &DeviceOptions) -> Result<Self, DeviceError> {
+/// A device that is ours alone, and has the right size. Nothing has been written to it: who claims it can still look at
+/// what is there and leave it, and then it is as it was.
+pub struct Claimed {
+    path: PathBuf,
+    len: u64,
+    /// Bytes that are really there: 0 of a file that is to become a store, all of a block device of which less is used.
+    end: u64,
+    is_block: bool,
+    made: Option<Made>,
+    /// Carries the lock, and goes last: what was made is removed while nobody else can have it.
+    file: File,
+}
+
+impl Claimed {
+    /// With `remake` the store is made anew, so a file gets the size that is asked for, whatever it has.
+    pub fn open(path: &Path, size: Option<u64>, remake: bool) -> Result<Self, DeviceError> {
         let error = |cause| DeviceError { path: path.to_owned(), cause };
-        if let Some(size) = options.size
+        if let Some(size) = size
             && (size == 0 || !size.is_multiple_of(PAGE as u64))
         {
             return Err(error(Cause::OddSize { size }));
         }
-        let opened = open_exclusively(path, options.size.is_some()).map_err(error)?;
-        let made = opened.is_new.then(|| Made::new(path, &opened.file)).flatten();
-        let (file, len, mut notes) = size_up(opened, path, options).map_err(error)?;
+        let Opened { mut file, is_block, is_new } = open_exclusively(path, size.is_some()).map_err(error)?;
+        let made = is_new.then(|| Made::new(path, &file)).flatten();
+        let (len, end) = measure(&mut file, is_block, size, remake).map_err(error)?;
+        Ok(Self { path: path.to_owned(), len, end, is_block, made, file })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes that are to be used, a multiple of 4096.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes that are there.
+    pub fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Fills `buf` from `offset`; behind the end are zeros.
+    pub fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let there = self.end.saturating_sub(offset).min(buf.len() as u64) as usize;
+        self.file.read_exact_at(&mut buf[..there], offset)?;
+        buf[there..].fill(0);
+        Ok(())
+    }
+
+    /// The next bytes from `offset` on that may be anything but zeros, as far as that is known without reading.
+    pub fn data_from(&self, offset: u64) -> Option<Range<u64>> {
+        if offset >= self.end {
+            return None;
+        }
+        let all = Some(offset..self.end);
+        if self.is_block {
+            return all;
+        }
+        let seek = |at: u64, whence| lseek(&self.file, at as libc::off_t, whence).map(|at| at as u64);
+        match seek(offset, Whence::SeekData) {
+            Ok(start) => Some(start..seek(start, Whence::SeekHole).unwrap_or(self.end).min(self.end)),
+            Err(nix::Error::ENXIO) => None,
+            Err(_) => all,
+        }
+    }
+
+    /// Reserves its space and starts its engine. From here on it may be written to.
+    pub fn ready(self, options: &DeviceOptions) -> Result<Device, DeviceError> {
+        let Self { path, len, end, is_block, made, file } = self;
+        let error = |cause| DeviceError { path: path.clone(), cause };
+        let mut notes = Vec::new();
+        if !is_block {
+            // Also for a file of the right length, which may have holes; costs nothing when it has none.
+            let found = file.metadata().map_err(Cause::step("measuring it")).map_err(error)?;
+            reserve(&file, len, len.saturating_sub(found.blocks() * 512), &mut notes).map_err(error)?;
+            if end < len {
+                file.sync_all().map_err(Cause::step("making its size durable")).map_err(error)?;
+                sync_directory_of(&path).map_err(Cause::step("making its name durable")).map_err(error)?;
+            }
+        }
         let (direct, alignment) = go_direct(&file, &mut notes);
         let file = Arc::new(file);
         let label = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let target = Target { file: file.clone(), len, grain: if direct { alignment } else { 1 }, label };
         let engine = start_engine(target, options, &mut notes).map_err(error)?;
-        Ok(Self { path: path.to_owned(), len, alignment, direct, notes, engine, made, file })
+        Ok(Device { path, len, alignment, direct, notes, engine, made, file })
+    }
+}
+
+impl Device {
+    pub fn open(path: &Path, options: &DeviceOptions) -> Result<Self, DeviceError> {
+        Claimed::open(path, options.size, false)?.ready(options)
     }
 
-    /// What opening made. It is the caller's to [`Made::keep`] from now on; what nobody takes is kept.
+    /// What claiming it made. It is the caller's to [`Made::keep`] from now on; what nobody takes is kept.
     pub fn take_made(&mut self) -> Option<Made> {
         self.made.take()
-    }
-
-    /// Whether nobody else has it; what does not exist is free.
-    pub fn check_free(path: &Path) -> Result<(), DeviceError> {
-        match open_exclusively(path, false) {
-            Ok(_) | Err(Cause::Missing) => Ok(()),
-            Err(cause) => Err(DeviceError { path: path.to_owned(), cause }),
-        }
     }
 
     /// Cuts off what a file has beyond the length that is used.
@@ -269,11 +341,8 @@ fn holder(file: &File) -> Option<(i32, String)> {
     Some((pid, name.trim_end().to_owned()))
 }
 
-/// Makes sure that the device is as large as asked, and a file's space really there.
-fn size_up(opened: Opened, path: &Path, options: &DeviceOptions) -> Result<(File, u64, Vec<String>), Cause> {
-    let size = options.size;
-    let Opened { mut file, is_block, .. } = opened;
-    let mut notes = Vec::new();
+/// How many bytes are to be used, and how many are there. A store that is made anew gets the size that is asked for.
+fn measure(file: &mut File, is_block: bool, size: Option<u64>, remake: bool) -> Result<(u64, u64), Cause> {
     if is_block {
         // The end of a block device is its BLKGETSIZE64.
         let has = file.seek(SeekFrom::End(0)).map_err(Cause::step("measuring it"))?;
@@ -281,29 +350,22 @@ fn size_up(opened: Opened, path: &Path, options: &DeviceOptions) -> Result<(File
         if len > has || len == 0 {
             return Err(Cause::SmallDevice { asked: len, has });
         }
-        return Ok((file, len, notes));
+        return Ok((len, has));
     }
-    let found = file.metadata().map_err(Cause::step("measuring it"))?;
-    // An empty file is one that was to become a store when its daemon ended.
-    let is_new = found.len() == 0;
+    let has = file.metadata().map_err(Cause::step("measuring it"))?.len();
     let len = match size {
-        None if is_new => return Err(Cause::Missing),
-        None => found.len() - found.len() % PAGE as u64,
+        // An empty file is one that was to become a store when its daemon ended.
+        None if has == 0 => return Err(Cause::Missing),
+        None => has - has % PAGE as u64,
         // One that is too long is cut when it is certain that the new store can be made.
-        Some(size) if is_new || options.remake => size,
-        Some(size) if size != found.len() => return Err(Cause::OtherSize { asked: size, has: found.len() }),
+        Some(size) if has == 0 || remake => size,
+        Some(size) if size != has => return Err(Cause::OtherSize { asked: size, has }),
         Some(size) => size,
     };
     if len == 0 {
-        return Err(Cause::OddSize { size: found.len() });
+        return Err(Cause::OddSize { size: has });
     }
-    // Also for a file of the right length, which may have holes; costs nothing when it has none.
-    reserve(&file, len, len.saturating_sub(found.blocks() * 512), &mut notes)?;
-    if is_new {
-        file.sync_all().map_err(Cause::step("making its size durable"))?;
-        sync_directory_of(path).map_err(Cause::step("making its name durable"))?;
-    }
-    Ok((file, len, notes))
+    Ok((len, has))
 }
 
 fn reserve(file: &File, len: u64, missing: u64, notes: &mut Vec<String>) -> Result<(), Cause> {

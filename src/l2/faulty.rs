@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::{Class, Direction, Engine, EngineGauges, Io};
 use crate::memory::{Region, RegionId, Span};
@@ -21,7 +21,7 @@ pub struct Faulty {
 
 /// Gives orders to a [`Faulty`] engine and shows what it saw. Clones are the same handle.
 #[derive(Clone, Default)]
-pub struct Faults(Arc<Mutex<Orders>>);
+pub struct Faults(Arc<Mutex<Orders>>, Arc<Condvar>);
 
 /// An entry of the write log, in the order of submission.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -40,6 +40,9 @@ struct Orders {
     fail_writes: Failing,
     fail_syncs: Failing,
     held: [Hold; 3],
+    hold_syncs: bool,
+    /// Threads that want to sync, and are held.
+    syncs_held: usize,
     flip_reads: usize,
     /// Device offsets of bytes that always come back wrong.
     rotten: BTreeSet<u64>,
@@ -80,6 +83,24 @@ impl Faults {
 
     pub fn fail_next_syncs(&self, count: usize, errno: i32) {
         self.0.lock().fail_syncs = Failing { left: count, errno };
+    }
+
+    /// Syncs wait until [`Faults::release_syncs`].
+    pub fn hold_syncs(&self) {
+        self.0.lock().hold_syncs = true;
+    }
+
+    pub fn release_syncs(&self) {
+        self.0.lock().hold_syncs = false;
+        self.1.notify_all();
+    }
+
+    /// Waits until a sync is held.
+    pub fn wait_for_sync(&self) {
+        let mut orders = self.0.lock();
+        while orders.syncs_held == 0 {
+            self.1.wait(&mut orders);
+        }
     }
 
     /// Transfers of this class stall, unanswered, until [`Faults::release`].
@@ -210,8 +231,17 @@ impl Engine for Faulty {
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        if let Some(error) = self.faults.0.lock().fail_syncs.strike() {
-            return Err(error);
+        {
+            let mut orders = self.faults.0.lock();
+            orders.syncs_held += 1;
+            self.faults.1.notify_all();
+            while orders.hold_syncs && !orders.stopped {
+                self.faults.1.wait(&mut orders);
+            }
+            orders.syncs_held -= 1;
+            if let Some(error) = orders.fail_syncs.strike() {
+                return Err(error);
+            }
         }
         self.inner.sync_data()?;
         if let Some(log) = &mut self.faults.0.lock().log {
@@ -231,6 +261,7 @@ impl Engine for Faulty {
     /// What is held is accepted, so it is released and finished.
     fn stop(&self) {
         self.faults.0.lock().stopped = true;
+        self.faults.1.notify_all();
         Class::ALL.into_iter().for_each(|class| self.faults.release(class));
         self.inner.stop();
     }

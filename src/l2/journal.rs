@@ -27,10 +27,14 @@ const HEADER_MAGIC: &[u8; 8] = b"KVCFS-JH";
 const CHUNK_MAGIC: u32 = 0x4b56_4343;
 const FRAME_HEADER: usize = 40;
 const PAGE_U64: u64 = PAGE as u64;
+/// Positions, sequence numbers and generations are smaller.
+const COUNT_END: u64 = 1 << 62;
 /// Bytes of one write of a checkpoint.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Room in a checkpoint for one file, on average: attributes, a name of 100 bytes, an extent, some checksums.
-pub const BYTES_PER_RECORD: u64 = 256;
+/// Records for one file, on average: attributes, a name of 100 bytes, an extent, some checksums.
+const BYTES_PER_RECORD: u64 = 256;
+/// And for each block of data: its checksum, and a part of an extent.
+const BYTES_PER_BLOCK: u64 = 8;
 /// How far behind the end of the log its continuation is looked for: more than any frame takes.
 const LOOK_AHEAD: u64 = 4 << 20;
 /// Smallest log.
@@ -154,11 +158,13 @@ impl Layout {
     }
 }
 
-/// Bytes of a region whose checkpoints hold `records` average records, with a log of `log` bytes.
-pub fn region_bytes(records: u64, log: u64) -> u64 {
-    2 * PAGE_U64
-        + 2 * (records * BYTES_PER_RECORD).next_multiple_of(CHUNK_BYTES as u64)
-        + log.next_multiple_of(PAGE_U64)
+/// Bytes of a region whose checkpoints are half full with `records` average records of files with `blocks` blocks, with
+/// a log of `log` bytes.
+pub fn region_bytes(records: u64, blocks: u64, log: u64) -> u64 {
+    let area = records.saturating_mul(2 * BYTES_PER_RECORD).saturating_add(blocks * 2 * BYTES_PER_BLOCK);
+    // A number of files that no device holds is told as too small a device.
+    let area = area.min(1 << 60).next_multiple_of(CHUNK_BYTES as u64);
+    2 * PAGE_U64 + 2 * area + log.next_multiple_of(PAGE_U64)
 }
 
 fn crc(parts: &[&[u8]]) -> u32 {
@@ -264,6 +270,13 @@ impl Journal {
             }
         }
         let header = newest.ok_or(Error::Foreign)?;
+        // Positions and numbers that take until then are not counted to by writing.
+        if header.area > 1
+            || [header.generation, header.log_start, header.log_seq].iter().any(|n| *n >= COUNT_END)
+            || !header.log_start.is_multiple_of(PAGE_U64)
+        {
+            return Err(Error::Damaged("its header says what none of ours does".into()));
+        }
         let mut report = Report { bytes_read: 2 * PAGE_U64, ..Report::default() };
         let mut journal =
             Self { medium, layout, tag, header, end: header.log_start, seq: header.log_seq, poisoned: false };
@@ -392,6 +405,7 @@ impl Journal {
                 let later = u32_at(page, 0) == MAGIC
                     && u64_at(page, 16) == self.tag
                     && if lone_header { seq > self.seq } else { seq == self.seq + 1 && position == at }
+                    && position < COUNT_END
                     && position % self.layout.log == at % self.layout.log;
                 if later && self.read_frame(position, seq, &mut Report::default())?.is_some() {
                     return Err(Error::Damaged(format!(
@@ -403,6 +417,11 @@ impl Journal {
             }
         }
         Ok(())
+    }
+
+    /// Bytes of a checkpoint.
+    pub fn area_bytes(&self) -> u64 {
+        self.layout.area
     }
 
     fn used(&self) -> u64 {

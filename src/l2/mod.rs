@@ -9,6 +9,7 @@ mod device;
 mod engine;
 mod extents;
 mod faulty;
+mod foreign;
 pub mod journal;
 mod lanes;
 mod meters;
@@ -22,7 +23,7 @@ pub mod volume;
 #[cfg(test)]
 mod engine_tests;
 
-pub use device::{Device, DeviceError, DeviceOptions, EngineKind, Made};
+pub use device::{Claimed, Device, DeviceError, DeviceOptions, EngineKind, Made};
 pub use engine::{Class, Direction, Engine, EngineOptions, Io, Target};
 pub use extents::{Allocator, BLOCK_BYTES, ClaimError, Extent, Extents};
 pub use faulty::{Faults, Faulty, Logged};

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::journal::{Batch, Journal, Medium};
+use super::journal::{Batch, Checkpoint, Error as JournalError, Journal, Medium};
 use super::record::Record;
 use super::superblock::{FORMAT, Found, Superblock};
-use super::{Device, DeviceError, DeviceOptions, Engine, EngineGauges, Made};
+use super::{Claimed, Device, DeviceError, DeviceOptions, Engine, EngineGauges, Made, foreign};
 use crate::error::{Error, Result};
 use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
 use crate::units::{Bytes, counted, date};
@@ -41,16 +41,13 @@ const SLACK_MAX: u64 = 1 << 30;
 
 /// Takes what is in a catalog while it is read, so that it is never in memory twice.
 pub trait CatalogReader {
-    /// Called first: the blocks of data on each device.
-    fn devices(&mut self, data_blocks: &[u64]);
+    /// Called first: the blocks of data on each device, and how many files there may be.
+    fn devices(&mut self, data_blocks: &[u64], files_max: u64);
     fn record(&mut self, record: Record);
 }
 
 /// Puts an engine in front of a device's own, such as [`super::Faulty`].
 pub type Wrap = fn(Arc<dyn Engine>) -> Arc<dyn Engine>;
-
-/// Takes one record of a checkpoint.
-pub type PushRecord<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
 pub struct VolumeOptions {
     /// For tests.
@@ -66,8 +63,10 @@ pub struct Volume {
     devices: Arc<Vec<Device>>,
     supers: Vec<Superblock>,
     journal: Mutex<Journal>,
+    read_only: bool,
     /// Devices that were written to since they were last flushed.
     written: Vec<AtomicBool>,
+    flushing: Mutex<()>,
     /// How much reading the catalog took.
     recovery_bytes: u64,
 }
@@ -94,95 +93,20 @@ fn log_bytes(len: u64) -> u64 {
     (len / 64).clamp(super::journal::LOG_MIN, 256 << 20).next_multiple_of(PAGE as u64)
 }
 
-fn data_blocks(supers: &[Superblock]) -> Vec<u64> {
-    supers.iter().map(|superblock| (superblock.len - superblock.data_start) / PAGE as u64).collect()
+/// What a new store will be.
+struct Plan {
+    supers: Vec<Superblock>,
+    log: u64,
 }
 
-impl Volume {
-    /// Opens the store on `paths`, each with its size if it is to be made, and gives `reader` its catalog.
-    pub fn open(
-        paths: &[(&Path, Option<u64>)],
-        options: &VolumeOptions,
-        reader: &mut dyn CatalogReader,
-    ) -> Result<Opened> {
-        if options.format {
-            // Before any is changed: of a set that is refused, all stay as they are.
-            for (path, _) in paths {
-                patiently(|| Device::check_free(path)).map_err(|error| Error::new("", error))?;
-            }
-        }
-        let (mut devices, mut made) = (Vec::new(), Vec::new());
-        for (path, size) in paths {
-            let options_of = DeviceOptions { size: *size, remake: options.format, ..options.device.clone() };
-            let mut device =
-                patiently(|| Device::open(path, &options_of)).map_err(|error| Error::new("", error))?;
-            made.extend(device.take_made());
-            devices.push(match options.wrap {
-                Some(wrap) => device.wrap(wrap),
-                None => device,
-            });
-        }
-        let found: Vec<Found> = devices.iter().map(read_super).collect::<Result<_>>()?;
-        let blank = found.iter().all(|found| *found == Found::Blank);
-        if blank && options.read_only {
-            return Err(Error::new(
-                devices[0].path().display(),
-                "there is no store, and a read-only mount makes none",
-            )
-            .remedy("mount it without --read-only first"));
-        }
-        if options.format || blank {
-            let warnings = devices.iter().zip(&found).filter_map(overwritten).collect();
-            let volume = Self::format(devices, options)?;
-            reader.devices(&data_blocks(&volume.supers));
-            return Ok(Opened { volume, fresh: true, made, warnings });
-        }
-        let supers = check(&devices, found)?;
-        let mut warnings: Vec<_> = devices.iter().zip(&supers).filter_map(unused).collect();
-        reader.devices(&data_blocks(&supers));
-        let first = Arc::new(devices);
-        let medium = Arc::new(FirstDevice(first.clone()));
-        let mut undecodable = 0u64;
-        let region = supers[0].meta_start..supers[0].meta_start + supers[0].meta_len;
-        let opened =
-            Journal::open(medium, region, log_bytes(supers[0].len), &supers[0].store, &mut |bytes| {
-                match Record::decode(bytes) {
-                    Some(record) => reader.record(record),
-                    None => undecodable += 1,
-                }
-                Ok(())
-            });
-        let path = first[0].path().display().to_string();
-        const LOST: &str = "restore the device, or make a new store with --format, which loses what is in it";
-        let (journal, report) = opened.map_err(|error| Error::new(&path, error).remedy(LOST))?;
-        if undecodable > 0 {
-            return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
-                .remedy(LOST));
-        }
-        if report.frames > 0 {
-            warnings.push(format!("{path} was not closed cleanly; what was not durable is gone"));
-        }
-        let volume = Self::joined(first, supers, journal, report.bytes_read);
-        Ok(Opened { volume, fresh: false, made, warnings })
-    }
-
-    fn joined(
-        devices: Arc<Vec<Device>>,
-        supers: Vec<Superblock>,
-        journal: Journal,
-        recovery_bytes: u64,
-    ) -> Self {
-        let written = supers.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { devices, supers, journal: Mutex::new(journal), written, recovery_bytes }
-    }
-
-    fn format(devices: Vec<Device>, options: &VolumeOptions) -> Result<Self> {
+impl Plan {
+    fn new(devices: &[Claimed], options: &VolumeOptions) -> Result<Self> {
         let store = random_id().map_err(|error| Error::caused_by("/dev/urandom", error))?;
-        let first_len = devices[0].len();
-        let total: u64 = devices.iter().map(Device::len).sum();
-        let log = log_bytes(first_len);
+        let total: u64 = devices.iter().map(Claimed::len).sum();
+        let log = log_bytes(devices[0].len());
         let files_max = options.files_max.unwrap_or(total / BYTES_PER_FILE).max(FILES_MIN);
-        let meta_len = super::journal::region_bytes(files_max, log).next_multiple_of(PAGE as u64);
+        let meta_len = super::journal::region_bytes(files_max, total / crate::store::hot::BLOCK, log)
+            .next_multiple_of(PAGE as u64);
         let mut supers = Vec::new();
         for (at, device) in devices.iter().enumerate() {
             let meta = if at == 0 { meta_len } else { 0 };
@@ -211,14 +135,122 @@ impl Volume {
                 made: crate::store::core::now(),
             });
         }
+        Ok(Self { supers, log })
+    }
+}
+
+fn data_blocks(supers: &[Superblock]) -> Vec<u64> {
+    supers.iter().map(|superblock| (superblock.len - superblock.data_start) / PAGE as u64).collect()
+}
+
+impl Volume {
+    /// Opens the store on `paths`, each with its size if it is to be made, and gives `reader` its catalog.
+    pub fn open(
+        paths: &[(&Path, Option<u64>)],
+        options: &VolumeOptions,
+        reader: &mut dyn CatalogReader,
+    ) -> Result<Opened> {
+        // First only looked at: what is refused must be as it was, its holes included.
+        let mut claimed = Vec::new();
+        for (path, size) in paths {
+            claimed
+                .push(claim_patiently(path, *size, options.format).map_err(|error| Error::new("", error))?);
+        }
+        let plan = || Plan::new(&claimed, options);
+        let mut warnings = Vec::new();
+        let (plan, supers) = if options.format {
+            let plan = plan()?;
+            warnings.extend(claimed.iter().filter_map(overwritten));
+            (Some(plan), Vec::new())
+        } else {
+            let found: Vec<Found> = claimed.iter().map(read_super).collect::<Result<_>>()?;
+            if found.iter().all(|found| *found == Found::Blank) {
+                let plan = plan()?;
+                refuse_foreign(&claimed, &plan)?;
+                if options.read_only {
+                    return Err(Error::new(
+                        claimed[0].path().display(),
+                        "there is no store, and a read-only mount makes none",
+                    )
+                    .remedy("mount it without --read-only first"));
+                }
+                (Some(plan), Vec::new())
+            } else {
+                (None, check(&claimed, found)?)
+            }
+        };
+        let (mut devices, mut made) = (Vec::new(), Vec::new());
+        for claimed in claimed {
+            let mut device = claimed.ready(&options.device).map_err(|error| Error::new("", error))?;
+            made.extend(device.take_made());
+            devices.push(match options.wrap {
+                Some(wrap) => device.wrap(wrap),
+                None => device,
+            });
+        }
+        if let Some(plan) = plan {
+            let volume = Self::format(devices, plan)?;
+            reader.devices(&data_blocks(&volume.supers), volume.files_max());
+            return Ok(Opened { volume, fresh: true, made, warnings });
+        }
+        warnings.extend(devices.iter().zip(&supers).filter_map(unused));
+        reader.devices(&data_blocks(&supers), supers[0].files_max);
+        let first = Arc::new(devices);
+        let medium = Arc::new(FirstDevice(first.clone()));
+        let mut undecodable = 0u64;
+        let region = supers[0].meta_start..supers[0].meta_start + supers[0].meta_len;
+        let opened =
+            Journal::open(medium, region, log_bytes(supers[0].len), &supers[0].store, &mut |bytes| {
+                match Record::decode(bytes) {
+                    Some(record) => reader.record(record),
+                    None => undecodable += 1,
+                }
+                Ok(())
+            });
+        let path = first[0].path().display().to_string();
+        const LOST: &str = "restore the device, or make a new store with --format, which loses what is in it";
+        let (journal, report) = opened.map_err(|error| Error::new(&path, error).remedy(LOST))?;
+        if undecodable > 0 {
+            return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
+                .remedy(LOST));
+        }
+        if report.frames > 0 {
+            warnings.push(format!("{path} was not closed cleanly; what was not durable is gone"));
+        }
+        let mut volume = Self::joined(first, supers, journal, report.bytes_read);
+        volume.read_only = options.read_only;
+        Ok(Opened { volume, fresh: false, made, warnings })
+    }
+
+    fn joined(
+        devices: Arc<Vec<Device>>,
+        supers: Vec<Superblock>,
+        journal: Journal,
+        recovery_bytes: u64,
+    ) -> Self {
+        let written = supers.iter().map(|_| AtomicBool::new(false)).collect();
+        Self {
+            devices,
+            supers,
+            journal: Mutex::new(journal),
+            read_only: false,
+            written,
+            flushing: Mutex::new(()),
+            recovery_bytes,
+        }
+    }
+
+    fn format(devices: Vec<Device>, plan: Plan) -> Result<Self> {
+        let Plan { supers, log } = plan;
+        let (store, meta) =
+            (supers[0].store, supers[0].meta_start..supers[0].meta_start + supers[0].meta_len);
         let devices = Arc::new(devices);
         let failed = |device: &Device, error: io::Error| Error::new(device.path().display(), error);
         for device in devices.iter() {
             device.cut().map_err(|error| failed(device, error))?;
         }
-        let region = META_AT..META_AT + meta_len;
         // The journal first: a store with a superblock has a journal.
-        let journal = Journal::format(Arc::new(FirstDevice(devices.clone())), region, log, &store)
+        let journal = Journal::format(Arc::new(FirstDevice(devices.clone())), meta, log, &store)
             .map_err(|error| Error::new(devices[0].path().display(), error))?;
         for (device, superblock) in devices.iter().zip(&supers) {
             for at in [COPY_AT, 0] {
@@ -242,8 +274,8 @@ impl Volume {
         self.supers[device].data_start
     }
 
-    /// Pages that files may use: all but what the pages of removed files may still take.
-    pub fn capacity_pages(&self) -> u64 {
+    /// Pages of each device that files may use: all but what the pages of removed files may still take.
+    pub fn device_pages(&self) -> Vec<u64> {
         data_blocks(&self.supers)
             .into_iter()
             .map(|blocks| {
@@ -251,7 +283,11 @@ impl Volume {
                 let slack = (bytes / SLACK_PART).clamp(SLACK_MIN, SLACK_MAX);
                 bytes.saturating_sub(slack) / PAGE as u64
             })
-            .sum()
+            .collect()
+    }
+
+    pub fn capacity_pages(&self) -> u64 {
+        self.device_pages().into_iter().sum()
     }
 
     pub fn recovery_bytes(&self) -> u64 {
@@ -260,6 +296,11 @@ impl Volume {
 
     pub fn files_max(&self) -> u64 {
         self.supers[0].files_max
+    }
+
+    /// Bytes of records that fit into a checkpoint in any order, its parts being of a fixed size.
+    pub fn catalog_bytes_max(&self) -> u64 {
+        self.journal.lock().area_bytes() / 2
     }
 
     /// What the devices do without, for status.
@@ -275,22 +316,21 @@ impl Volume {
 
     /// Makes all data written so far durable.
     pub fn flush(&self) -> io::Result<()> {
+        // One at a time: who finds nothing written since must not go on before the flush of it has ended.
+        let _one = self.flushing.lock();
         for (device, written) in self.devices.iter().zip(&self.written) {
-            if written.swap(false, Ordering::AcqRel) {
-                device.sync_data()?;
+            if written.swap(false, Ordering::AcqRel)
+                && let Err(error) = device.sync_data()
+            {
+                written.store(true, Ordering::Release);
+                return Err(error);
             }
         }
         Ok(())
     }
 
-    fn batch(records: &[Vec<u8>]) -> Batch {
-        let mut batch = Batch::default();
-        records.iter().for_each(|record| batch.push(record));
-        batch
-    }
-
-    pub fn needs_checkpoint(&self, records: &[Vec<u8>]) -> bool {
-        self.journal.lock().needs_checkpoint(&Self::batch(records))
+    pub fn needs_checkpoint(&self) -> bool {
+        !self.read_only && self.journal.lock().needs_checkpoint(&Batch::default())
     }
 
     /// See [`Journal::mark_in_use`].
@@ -299,18 +339,22 @@ impl Volume {
     }
 
     /// Makes records durable.
-    pub fn append(&self, records: &[Vec<u8>]) -> io::Result<()> {
-        Ok(self.journal.lock().append(&Self::batch(records))?)
+    pub fn append(&self, records: &[Vec<u8>]) -> std::result::Result<(), JournalError> {
+        let mut batch = Batch::default();
+        records.iter().for_each(|record| batch.push(record));
+        self.journal.lock().append(&batch)
     }
 
-    /// Has `write` push every record of the state, and makes that the checkpoint.
-    pub fn checkpoint(&self, write: &mut dyn FnMut(&mut PushRecord<'_>) -> io::Result<()>) -> io::Result<()> {
-        let mut checkpoint = self.journal.lock().begin_checkpoint();
-        write(&mut |record| Ok(checkpoint.push(record)?))?;
+    /// Begins a checkpoint, which takes every record of the state.
+    pub fn begin_checkpoint(&self) -> Checkpoint {
+        self.journal.lock().begin_checkpoint()
+    }
+
+    pub fn finish_checkpoint(&self, checkpoint: Checkpoint) -> std::result::Result<(), JournalError> {
         // Records name bytes that have been written; those must be durable before the records are.
         self.written.iter().for_each(|written| written.store(true, Ordering::Release));
         self.flush()?;
-        Ok(self.journal.lock().finish_checkpoint(checkpoint)?)
+        self.journal.lock().finish_checkpoint(checkpoint)
     }
 
     pub fn gauges(&self) -> Vec<(String, &'static str, EngineGauges)> {
@@ -341,12 +385,14 @@ impl Volume {
 /// of the file and its lock, a little later than of the process.
 const IN_USE_PATIENCE: Duration = Duration::from_secs(5);
 
-fn patiently<T>(
-    open: impl Fn() -> std::result::Result<T, DeviceError>,
-) -> std::result::Result<T, DeviceError> {
+fn claim_patiently(
+    path: &Path,
+    size: Option<u64>,
+    remake: bool,
+) -> std::result::Result<Claimed, DeviceError> {
     let deadline = Instant::now() + IN_USE_PATIENCE;
     loop {
-        match open() {
+        match Claimed::open(path, size, remake) {
             Err(error) if error.is_in_use() && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(50));
             }
@@ -384,26 +430,62 @@ impl Medium for FirstDevice {
     }
 }
 
-fn read_super(device: &Device) -> Result<Found> {
-    let mut result = Found::Damaged;
+/// What the two copies of the superblock say. One good copy is enough, whatever has become of the other.
+fn read_super(device: &Claimed) -> Result<Found> {
+    let mut copies = Vec::new();
     for at in [0, COPY_AT] {
-        let span = AlignedBuf::zeroed(PAGE).into_span();
-        device.read_at(at, &span).map_err(|error| Error::new(device.path().display(), error))?;
-        let found = span.with_bytes(Superblock::decode);
-        match found {
-            Found::Ours(_) | Found::Format(_) => return Ok(found),
-            Found::Damaged => {}
-            Found::Blank | Found::Foreign if at == 0 => result = found,
-            Found::Blank | Found::Foreign => {}
+        let mut page = [0; PAGE];
+        device.read_at(at, &mut page).map_err(|error| Error::new(device.path().display(), error))?;
+        copies.push(Superblock::decode(&page));
+    }
+    copies.sort_by_key(|found| match found {
+        Found::Ours(_) => 0,
+        Found::Format(_) => 1,
+        Found::Damaged => 2,
+        Found::Foreign => 3,
+        Found::Blank => 4,
+    });
+    Ok(copies.swap_remove(0))
+}
+
+const NEW: &str =
+    "give the path of a kvcachefs store, or make a new one with --format, which loses what is there";
+
+/// Refuses what is not blank, although it has no superblock.
+fn refuse_foreign(devices: &[Claimed], plan: &Plan) -> Result<()> {
+    for (device, superblock) in devices.iter().zip(&plan.supers) {
+        let shown = device.path().display();
+        let found = foreign::look(device, superblock.data_start);
+        if let Some(what) = found.map_err(|error| Error::new(&shown, error))? {
+            return Err(
+                Error::new(shown, format!("it is not a kvcachefs store: it holds {what}")).remedy(NEW)
+            );
         }
     }
-    Ok(result)
+    Ok(())
+}
+
+/// What no superblock of ours says. That its checksum is right only tells that it is as it was written.
+fn flaw(superblock: &Superblock, at: usize) -> Option<&'static str> {
+    let Superblock { len, meta_start, meta_len, data_start, files_max, .. } = *superblock;
+    let page = PAGE as u64;
+    let whole = [len, meta_start, meta_len, data_start].iter().all(|bytes| bytes.is_multiple_of(page));
+    let meta_end = meta_start.checked_add(meta_len);
+    let log = log_bytes(len.min(1 << 60));
+    let flaws = [
+        (!whole, "its sizes are no multiples of a page"),
+        (data_start >= len || len > i64::MAX as u64, "its data is not inside of it"),
+        (meta_start < 2 * page || meta_end.is_none_or(|end| end > data_start), "its catalog has no place"),
+        (at == 0 && meta_len < super::journal::region_bytes(1, 0, log), "its catalog is too small"),
+        (at == 0 && files_max > meta_len / 256, "its catalog has no room for its files"),
+    ];
+    flaws.into_iter().find(|(flaw, _)| *flaw).map(|(_, what)| what)
 }
 
 /// What `--format` takes away.
-fn overwritten((device, found): (&Device, &Found)) -> Option<String> {
-    let what = match found {
-        Found::Blank => return None,
+fn overwritten(device: &Claimed) -> Option<String> {
+    // What cannot be read is no reason to refuse: it is to go.
+    let what = match read_super(device).ok()? {
         Found::Ours(store) => format!(
             "emptied the store of {} that was made {}",
             Bytes(store.len).approx(),
@@ -411,7 +493,10 @@ fn overwritten((device, found): (&Device, &Found)) -> Option<String> {
         ),
         Found::Format(format) => format!("overwrote a store of format {format}"),
         Found::Damaged => "overwrote a store whose superblock was damaged".to_owned(),
-        Found::Foreign => "overwrote what was no kvcachefs store".to_owned(),
+        Found::Blank | Found::Foreign => {
+            let what = foreign::look(device, 0).ok()??;
+            format!("overwrote what was no kvcachefs store: it held {what}")
+        }
     };
     Some(format!("{}: --format {what}", device.path().display()))
 }
@@ -429,15 +514,15 @@ fn unused((device, superblock): (&Device, &Superblock)) -> Option<String> {
 }
 
 /// Whether the devices are those of one store, complete and in order.
-fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
-    const NEW: &str =
-        "give the path of a kvcachefs store, or make a new one with --format, which loses what is there";
+fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
     let mut supers = Vec::new();
     for (at, (device, found)) in devices.iter().zip(found).enumerate() {
         let shown = device.path().display();
         let error = match found {
             Found::Ours(superblock) => {
-                let wrong = if superblock.len > device.len() {
+                let wrong = if let Some(flaw) = flaw(&superblock, at) {
+                    Some(format!("its superblock cannot be one of ours: {flaw}"))
+                } else if superblock.len > device.len() {
                     Some(format!(
                         "it is cut off: {} of {} are left",
                         Bytes(device.len()),
@@ -475,9 +560,16 @@ fn check(devices: &[Device], found: Vec<Found>) -> Result<Vec<Superblock>> {
                 "use the program that made it, or make a new store with --format, which loses what is there",
             ),
             Found::Damaged => Error::new(shown, "both copies of its superblock are damaged").remedy(NEW),
-            Found::Foreign => Error::new(shown, "it is not a kvcachefs store").remedy(NEW),
+            Found::Foreign => {
+                let what = foreign::look(device, 0).map_err(|error| Error::new(&shown, error))?;
+                let what = what.unwrap_or_else(|| "something else".to_owned());
+                Error::new(shown, format!("it is not a kvcachefs store: it holds {what}")).remedy(NEW)
+            }
         };
         return Err(error);
     }
     Ok(supers)
 }
+
+#[cfg(test)]
+mod tests;

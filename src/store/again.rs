@@ -55,6 +55,8 @@ pub struct Expected {
     intent: Intent,
     until: Instant,
     lookups: u8,
+    /// It has looked something up since it was sent.
+    walks: bool,
     /// What its lookups found, kept for it.
     found: SmallVec<[NodeId; 2]>,
 }
@@ -62,6 +64,11 @@ pub struct Expected {
 impl Expected {
     pub fn found(&self, id: NodeId) -> bool {
         self.found.contains(&id)
+    }
+
+    /// Without looking anything up: by a descriptor in /proc, not by a name.
+    pub fn came_straight_back(&self) -> bool {
+        !self.walks
     }
 
     /// Threads that cannot be told apart are known by what they want.
@@ -75,13 +82,25 @@ impl Expected {
 /// What versions were called that have no name any more.
 #[derive(Default, Debug)]
 pub struct Gone {
-    names: HashMap<u64, (NodeId, Box<[u8]>)>,
+    names: HashMap<u64, Former>,
     order: VecDeque<u64>,
 }
 
+#[derive(Clone, Debug)]
+struct Former {
+    parent: NodeId,
+    name: Box<[u8]>,
+    uid: u32,
+    /// The version that took its place, and may have been renamed since: the kernel's name for both was renamed with it.
+    successor: Option<NodeId>,
+}
+
+/// Versions that took each other's place are followed this far.
+const SUCCESSORS: usize = 64;
+
 impl Gone {
-    fn push(&mut self, ino: u64, parent: NodeId, name: &[u8]) {
-        if self.names.insert(ino, (parent, name.into())).is_none() {
+    fn push(&mut self, ino: u64, former: Former) {
+        if self.names.insert(ino, former).is_none() {
             self.order.push_back(ino);
         }
         if self.order.len() > GONE_MAX
@@ -103,33 +122,60 @@ impl Hot {
 }
 
 impl Core {
-    /// Remembers what `idx` was called.
-    pub fn remember_name(&mut self, idx: Idx) {
+    /// Remembers what `idx` was called, and what takes its place.
+    pub fn remember_name(&mut self, idx: Idx, successor: Option<Idx>) {
         let node = self.node(idx);
         if node.kind() != Kind::File {
             return;
         }
-        let (own, shown) = (self.id(idx).0, self.ino(idx));
+        let (own, shown, uid) = (self.id(idx).0, self.ino(idx), node.uid);
         let Some((parent, name)) = self.place_of(idx) else { return };
-        self.gone.push(own, parent, &name);
+        let former = Former { parent, name, uid, successor: successor.map(|idx| self.id(idx)) };
         if shown != own {
-            self.gone.push(shown, parent, &name);
+            self.gone.push(shown, former.clone());
+        }
+        self.gone.push(own, former);
+    }
+
+    /// The version that was `gone` has left its place to `successor` after all.
+    pub fn leave_to(&mut self, gone: NodeId, successor: Idx) {
+        let successor = self.id(successor);
+        if let Some(former) = self.gone.names.get_mut(&gone.0) {
+            former.successor = Some(successor);
         }
     }
 
-    /// The node behind an inode number, or the version that has its name now: what asks for attributes before it opens
-    /// must not use up the one time that ESTALE is answered.
-    pub fn resolve_current(&self, ino: u64) -> Result<Idx, Errno> {
-        self.resolve(ino).or_else(|errno| {
-            let (parent, name) = self.gone.names.get(&ino).ok_or(errno)?;
-            let parent = self.by_id(*parent).ok_or(errno)?;
-            self.tree.child(parent, name).filter(|&idx| self.node(idx).kind() == Kind::File).ok_or(errno)
-        })
+    /// Where the name is now that led to `ino`.
+    fn former_place(&self, ino: u64) -> Option<(NodeId, Box<[u8]>)> {
+        let mut former = self.gone.names.get(&ino)?;
+        for _ in 0..SUCCESSORS {
+            let Some(successor) = former.successor else { break };
+            if let Some(idx) = self.by_id(successor).filter(|&idx| self.node(idx).has(NAMED)) {
+                return self.place_of(idx);
+            }
+            let Some(next) = self.gone.names.get(&successor.0) else { break };
+            former = next;
+        }
+        Some((former.parent, former.name.clone()))
+    }
+
+    /// The version that has the name now of one that is gone, by its inode number, if it has the same owner: what asks
+    /// for attributes before it opens must not use up the one time that ESTALE is answered.
+    ///
+    /// For attributes only. The kernel checks what a caller may do against the inode that it has, and somebody may have
+    /// kept one whose name is another's file by now: nothing else may be asked of that file, or done to it, under a
+    /// number that is not its own.
+    pub fn successor(&self, ino: u64) -> Option<Idx> {
+        let uid = self.gone.names.get(&ino)?.uid;
+        let (parent, name) = self.former_place(ino)?;
+        let now = self.tree.child(self.by_id(parent)?, &name)?;
+        let node = self.node(now);
+        (node.kind() == Kind::File && node.uid == uid).then_some(now)
     }
 
     /// The answer to an open of a version that is gone.
     pub fn gone(&mut self, ino: u64, intent: Intent, caller: &Caller, tgid: u32) -> Errno {
-        match self.gone.names.get(&ino).cloned() {
+        match self.former_place(ino) {
             Some((parent, name)) => self.send_again(parent, &name, intent, caller, tgid),
             None => Errno::ESTALE,
         }
@@ -158,6 +204,7 @@ impl Core {
             intent,
             until: Instant::now() + EXPECTED,
             lookups: 0,
+            walks: false,
             found: SmallVec::new(),
         });
         Errno::ESTALE
@@ -169,10 +216,22 @@ impl Core {
             return None;
         }
         let dir = self.id(parent);
+        for expected in self.expected.iter_mut().filter(|expected| expected.is(caller, None)) {
+            expected.walks = true;
+        }
         let at = self.expected.iter().position(|expected| {
             expected.is(caller, None) && expected.parent == dir && *expected.name == *name
+        });
+        // What it opened may have been renamed, and it goes by the old name. The first file that a thread looks up after
+        // it was sent to look again is what it was sent for: what comes before are directories.
+        let at = at.or_else(|| {
+            let visible = self.tree.child(parent, name)?;
+            let elsewhere = |expected: &Expected| caller.tid != 0 && expected.is(caller, None);
+            let at = self.expected.iter().position(elsewhere)?;
+            (self.node(visible).kind() == Kind::File && self.expected[at].lookups == 0).then_some(at)
         })?;
         let mut expected = self.expected.swap_remove(at);
+        (expected.parent, expected.name) = (dir, name.into());
         if expected.lookups == LOOKUPS {
             // It has come and gone without opening anything.
             self.give_up(expected);
@@ -223,7 +282,12 @@ impl Core {
         let at = self.expected.iter().position(|expected| {
             expected.is(caller, Some(intent)) && (caller.tid != 0 || id.is_ok_and(|id| expected.found(id)))
         })?;
-        Some(self.expected.swap_remove(at))
+        let expected = self.expected.swap_remove(at);
+        if expected.lookups > 0 && expected.found.is_empty() {
+            // It found nothing when it looked again, and that was its answer. This is about something else.
+            return None;
+        }
+        Some(expected)
     }
 
     /// What was kept for somebody is not needed any longer.
@@ -238,6 +302,10 @@ impl Core {
 
     /// Those who did not come in time.
     pub fn end_expectations(&mut self, now: Instant) {
+        // The kernel holds a directory's lock while that is fsynced, and whoever looks again waits for it.
+        if !self.patience.is_empty() {
+            self.expected.iter_mut().for_each(|expected| expected.until = now + EXPECTED);
+        }
         while let Some(at) = self.expected.iter().position(|expected| expected.until <= now) {
             let late = self.expected.swap_remove(at);
             self.give_up(late);
@@ -250,8 +318,14 @@ impl Core {
         let (parent, name) = self.home(visible);
         let name: Box<[u8]> = name.into();
         let (mode, owner, xattrs) = (u32::from(node.mode), (node.uid, node.gid), node.xattrs.clone());
+        let more = super::catalog::xattrs_bytes(node) as usize;
+        self.widen_record(visible, more)?;
         let new = self.new_private(parent, &name, mode, owner, caller, tgid, false)?;
         self.node_mut(new).xattrs = xattrs;
+        if let Some(private) = self.hot_mut(new).private_mut() {
+            private.replaces = Some(owner.0);
+        }
+        self.recount(new);
         Ok(new)
     }
 

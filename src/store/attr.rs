@@ -67,7 +67,7 @@ pub const NAME_MAX: usize = 255;
 /// Largest value of an extended attribute (the kernel's own limit, XATTR_SIZE_MAX).
 const XATTR_MAX: usize = 64 << 10;
 /// All names and values of one node together: they live in RAM and in every record of the node.
-const XATTRS_MAX: usize = 128 << 10;
+pub const XATTRS_MAX: usize = 128 << 10;
 
 /// Set-user-id goes; set-group-id too where it means execution with that group.
 fn without_set_id(mode: u16) -> u16 {
@@ -133,7 +133,8 @@ impl Core {
                 !block.place.is_empty()
                     || match block.mem {
                         super::hot::Mem::None => false,
-                        super::hot::Mem::Slab => hot.sealed() || *index as u64 * BLOCK < hot.valid_to,
+                        super::hot::Mem::Slab if hot.sealed() => !self.is_hole_in_slab(idx, *index),
+                        super::hot::Mem::Slab => *index as u64 * BLOCK < hot.valid_to,
                         super::hot::Mem::Chunk(_) => true,
                     }
             })
@@ -141,8 +142,14 @@ impl Core {
             .sum()
     }
 
-    pub fn entry(&self, idx: Idx, shown: bool) -> Entry {
+    /// What the kernel is told of a name. It knows the inode number from then on, until it says that it forgets it.
+    pub fn entry(&mut self, idx: Idx, shown: bool) -> Entry {
         let mut attr = self.attr(idx);
+        // Where a link leads, the kernel finds out without us; a version that is closed may take its place.
+        let shown = shown && self.node(idx).kind() != Kind::Symlink;
+        if let Some(alias) = self.aliases.get_mut(&attr.ino) {
+            alias.lookups += 1;
+        }
         if !shown {
             attr.ttl = Duration::ZERO;
         }
@@ -198,7 +205,14 @@ impl Core {
         let node = self.node(idx);
         node.hot.as_ref().is_none_or(|hot| hot.sealed() && hot.base.is_none())
             && (0..super::hot::blocks_for(node.size))
-                .all(|index| self.is_hole(idx, index) || self.block_crc(idx, index).is_some())
+                .all(|index| self.is_zeros(idx, index) || self.block_crc(idx, index).is_some())
+    }
+
+    /// Whether a block of a sealed file is a hole, wherever the file is.
+    fn is_zeros(&self, idx: Idx, index: usize) -> bool {
+        self.is_hole(idx, index)
+            || self.is_hole_in_slab(idx, index)
+            || (self.hot(idx).is_none() && !self.has_place(idx, index))
     }
 
     /// Somebody who is not root changes the file's bytes.
@@ -220,7 +234,7 @@ impl Core {
         let mut crc = 0;
         for index in 0..super::hot::blocks_for(size) {
             let len = block_len(size, index) as u64;
-            let block = if self.is_hole(idx, index) {
+            let block = if self.is_zeros(idx, index) {
                 crc_of_zeros(len)
             } else {
                 without_zeros(self.block_crc(idx, index)?, len.next_multiple_of(4096) - len)
@@ -259,8 +273,14 @@ const PUBLISH: &[u8] = b"user.kv.publish";
 impl Store {
     pub fn getattr(self: &Arc<Self>, ino: u64) -> Result<Attr, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
-        let mut attr = core.attr(idx);
+        let mut attr = match core.resolve(ino) {
+            Ok(idx) => core.attr(idx),
+            Err(errno) => {
+                let successor = core.successor(ino).ok_or(errno)?;
+                // For this once: it is not what the kernel has.
+                Attr { ttl: Duration::ZERO, ..core.attr(successor) }
+            }
+        };
         attr.ino = ino;
         Ok(attr)
     }
@@ -268,7 +288,7 @@ impl Store {
     /// Everything but the size.
     pub fn setattr(self: &Arc<Self>, ino: u64, change: Change) -> Result<Attr, Errno> {
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             let node = core.node_mut(idx);
             if let Some(mode) = change.mode {
                 node.mode = (mode & 0o7777) as u16;
@@ -302,7 +322,7 @@ impl Store {
 
     pub fn readlink(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        match &core.node(core.resolve_current(ino)?).detail {
+        match &core.node(core.resolve(ino)?).detail {
             Detail::Symlink(target) => Ok(target.to_vec()),
             _ => Err(Errno::EINVAL),
         }
@@ -310,7 +330,7 @@ impl Store {
 
     pub fn getxattr(self: &Arc<Self>, ino: u64, name: &[u8]) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
+        let idx = core.resolve(ino)?;
         core.own_xattr(idx, name)
             .or_else(|| core.node(idx).xattr(name).map(<[u8]>::to_vec))
             .ok_or(Errno::ENODATA)
@@ -318,7 +338,7 @@ impl Store {
 
     pub fn listxattr(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
-        let idx = core.resolve_current(ino)?;
+        let idx = core.resolve(ino)?;
         let file = core.node(idx).kind() == Kind::File;
         let own = OWN.iter().filter(|name| file && (**name != CRC || core.has_crc(idx))).copied();
         let theirs = core.node(idx).xattrs.iter().flat_map(|list| list.iter().map(|(name, _)| &**name));
@@ -336,7 +356,7 @@ impl Store {
             return Err(Errno::E2BIG);
         }
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             Self::check_own(core.node(idx), name, Some(value))?;
             let node = core.node_mut(idx);
             let exists = node.xattr(name).is_some();
@@ -351,6 +371,10 @@ impl Store {
             if others + name.len() + value.len() > XATTRS_MAX {
                 return Err(Errno::ENOSPC);
             }
+            let more = (6 + name.len() + value.len())
+                .saturating_sub(node.xattr(name).map_or(0, |old| 6 + name.len() + old.len()));
+            core.widen_record(idx, more)?;
+            let node = core.node_mut(idx);
             node.set_xattr(name, value);
             node.ctime = now();
             if name == PUBLISH
@@ -358,6 +382,7 @@ impl Store {
             {
                 dir.posix = value == b"posix";
             }
+            core.recount(idx);
             core.changed(idx);
             Ok(())
         })
@@ -365,7 +390,7 @@ impl Store {
 
     pub fn removexattr(self: &Arc<Self>, ino: u64, name: &[u8]) -> Result<(), Errno> {
         self.with(|core| {
-            let idx = core.resolve_current(ino)?;
+            let idx = core.resolve(ino)?;
             Self::check_own(core.node(idx), name, None)?;
             let node = core.node_mut(idx);
             if !node.remove_xattr(name) {
@@ -377,6 +402,7 @@ impl Store {
             {
                 dir.posix = false;
             }
+            core.recount(idx);
             core.changed(idx);
             Ok(())
         })

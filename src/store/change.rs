@@ -8,6 +8,7 @@
 //! Credit and room never wait for a file to be closed: under pressure the write-back worker spills blocks of files
 //! under construction. So a queue of writers always moves, however many files they have open.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -67,6 +68,8 @@ pub enum Stop {
     Load,
     /// Credit, room or memory has to be given back first.
     Room,
+    /// Nothing is in the way, but there is much to copy: others get their turn at the lock.
+    Again,
     Fail(Errno),
 }
 
@@ -97,6 +100,8 @@ struct Running {
     done: SmallVec<[(usize, u32); 6]>,
 }
 
+/// Blocks that are copied while the lock is held.
+const BLOCKS_A_PASS: usize = 4;
 /// Number of zero bytes that one pass of fallocate's zeroing writes.
 const ZERO_PASS: u64 = 1 << 20;
 
@@ -132,9 +137,12 @@ impl Running {
 }
 
 impl Core {
-    /// Largest file: what the lower tier can hold.
+    /// Largest file: what the lower tier can hold, of which a file is on one device.
     fn size_max(&self) -> u64 {
-        if self.settings.memory_only { self.pool.stats().budget } else { self.settings.capacity_pages * 4096 }
+        if self.settings.memory_only {
+            return self.pool.stats().budget;
+        }
+        self.settings.device_pages.iter().max().map_or(0, |pages| pages * 4096)
     }
 
     /// Makes a sealed file one that can be written: nobody reads it, or it is written in place anyway.
@@ -145,7 +153,8 @@ impl Core {
         if self.hot_mut(idx).passthrough_handles() > 0 {
             return Err(Stop::Fail(Errno::ETXTBSY));
         }
-        if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
+        if self.hot_mut(idx).blocks.iter().any(|block| block.io != BlockIo::Idle) {
+            // The device fills this memory, or reads from it: what is sealed is written without a copy.
             return Err(Stop::Load);
         }
         self.spread_layout(idx);
@@ -154,12 +163,11 @@ impl Core {
             // Somebody may still have these pages mapped or in a pipe: they stay as they are.
             self.leave_lent_slab(idx, size)?;
         }
-        let id = self.id(idx);
         let hot = self.hot_mut(idx);
         hot.phase = Phase::Open;
         hot.valid_to = if hot.slab.is_some() { size } else { 0 };
         hot.crc_to = usize::MAX;
-        self.building.push_back(id);
+        self.start_building(idx);
         self.tidy(idx);
         Ok(())
     }
@@ -167,9 +175,6 @@ impl Core {
     /// Moves a file's bytes out of a slab that clients have seen.
     fn leave_lent_slab(&mut self, idx: Idx, size: u64) -> Result<(), Stop> {
         let hot = self.hot_mut(idx);
-        if hot.blocks.iter().any(|block| matches!(block.io, BlockIo::Writing(_))) {
-            return Err(Stop::Load);
-        }
         let on_device =
             hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
         let Some(old) = hot.slab.clone() else { return Ok(()) };
@@ -203,10 +208,12 @@ impl Core {
         };
         self.size_blocks(idx);
         let size = self.node(idx).size.min(keep);
+        let mut copied = 0;
         for index in 0..super::hot::blocks_for(size) {
             // Blocks copied before it had to wait may have been spilled for it meanwhile: those are not copied again.
             let block = &self.hot_mut(idx).blocks[index];
-            if block.dirty || !block.place.is_empty() || self.is_hole(base, index) {
+            let done = block.dirty || !block.place.is_empty();
+            if done || self.is_hole(base, index) || self.is_hole_in_slab(base, index) {
                 continue;
             }
             let len = block_len(size, index);
@@ -220,6 +227,10 @@ impl Core {
                 }
                 return Err(self.load_block(base, index));
             };
+            if copied == BLOCKS_A_PASS {
+                return Err(Stop::Again);
+            }
+            copied += 1;
             self.take_block(idx, index, len, false)?;
             let hot = self.hot_mut(idx);
             let Some(to) = hot.span(index) else { return Err(Stop::Room) };
@@ -239,7 +250,7 @@ impl Core {
     /// Brings a block that a change needs, and says what the change waits for: without memory, that is room, for which
     /// others are spilled.
     fn load_block(&mut self, idx: Idx, index: usize) -> Stop {
-        if self.load_blocks(idx, index..index + 1, true) { Stop::Load } else { Stop::Room }
+        if self.load_blocks(idx, index..index + 1) { Stop::Load } else { Stop::Room }
     }
 
     /// Gets credit, room and memory for `len` bytes of block `index`. With `keep`, the bytes that are there stay.
@@ -267,7 +278,7 @@ impl Core {
             }
             let room = u64::from(pages.saturating_sub(reserved));
             if room > 0 {
-                self.reserve(room)?;
+                self.reserve(idx, room)?;
             }
             self.dirty_pages += more;
             self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
@@ -373,7 +384,8 @@ impl Core {
     }
 
     fn one_at_a_time(&mut self, idx: Idx) -> Result<(), Stop> {
-        if self.hot_mut(idx).writing { Err(Stop::Load) } else { Ok(()) }
+        let hot = self.hot_mut(idx);
+        if hot.writing || hot.claimed { Err(Stop::Load) } else { Ok(()) }
     }
 
     /// Plans a write. On success the file is pinned until [`Core::note_write`].
@@ -389,6 +401,7 @@ impl Core {
         if end > self.size_max() {
             return Err(Stop::Fail(if self.settings.memory_only { self.no_space() } else { Errno::EFBIG }));
         }
+        self.lengthen_record(idx, end)?;
         self.one_at_a_time(idx)?;
         self.unseal(idx)?;
         self.copy_base(idx, u64::MAX)?;
@@ -468,6 +481,7 @@ impl Core {
         hot.pins -= 1;
         hot.writing = false;
         if hot.emptied != emptied {
+            self.wake_if_unwritten(idx);
             return self.close_if_done(idx);
         }
         let node = self.node_mut(idx);
@@ -475,6 +489,9 @@ impl Core {
         node.mtime = now();
         node.ctime = node.mtime;
         let hot = self.hot_mut(idx);
+        if let Some(private) = hot.private_mut() {
+            private.supplied(offset..end);
+        }
         let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
         hot.rewritten(first..=last);
         hot.blocks[first..=last].iter_mut().for_each(|block| block.bad = false);
@@ -493,8 +510,21 @@ impl Core {
         }
         self.counters.written_bytes += len as u64;
         self.mark_slot(idx);
-        self.wake_if_unpinned(idx);
+        self.wake_if_unwritten(idx);
         self.close_if_done(idx);
+    }
+
+    /// A version that lacks what its writer wanted in it is not whole: it is given up when it is closed (rule R1), unless
+    /// the writer tries again and succeeds.
+    fn write_failed(&mut self, id: NodeId, range: Range<u64>) {
+        if let Some(private) =
+            self.by_id(id).and_then(|idx| self.node_mut(idx).hot.as_mut()).and_then(|hot| hot.private_mut())
+        {
+            private.lacks = match private.lacks.take() {
+                Some(lacks) => Some(lacks.start.min(range.start)..lacks.end.max(range.end)),
+                None => Some(range),
+            };
+        }
     }
 
     /// The checksum of block `index`, if the running one has just come to its end.
@@ -526,11 +556,13 @@ impl Core {
         hot.valid_to = hot.valid_to.min(size);
         hot.crc_to = usize::MAX;
         if size == 0 {
-            hot.slab = hot.slab.take().filter(|slab| !slab.is_lent());
+            // Whoever has seen it, fills it or reads from it right now keeps it as it is.
+            let busy = hot.transfers > 0 || hot.pins > 0;
+            hot.slab = hot.slab.take().filter(|slab| !busy && !slab.is_lent());
             (hot.crc_block, hot.crc_to, hot.crc) = (0, 0, 0);
         }
         for block in gone {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
         }
     }
@@ -541,6 +573,7 @@ impl Core {
             return;
         }
         if durable {
+            self.space.on(device).stale += super::core::pages_of(&place);
             self.queue.stale.push((device, place));
             self.changed(idx);
         } else {
@@ -553,12 +586,11 @@ impl Core {
     pub fn truncate_to_nothing(&mut self, idx: Idx) {
         debug_assert_eq!(self.hot_mut(idx).passthrough_handles(), 0);
         self.spread_layout(idx);
-        let id = self.id(idx);
         let hot = self.hot_mut(idx);
         hot.emptied = hot.emptied.wrapping_add(1);
         if hot.sealed() {
             hot.phase = Phase::Open;
-            self.building.push_back(id);
+            self.start_building(idx);
         }
         self.drop_base(idx);
         self.cut(idx, 0);
@@ -571,6 +603,10 @@ impl Core {
         node.size = size;
         node.mtime = now();
         node.ctime = node.mtime;
+        if let Some(private) = node.hot.as_mut().and_then(|hot| hot.private_mut()) {
+            // What was cut off is not missed any more.
+            private.supplied(size..u64::MAX);
+        }
         self.mark_slot(idx);
         self.changed(idx);
     }
@@ -580,6 +616,7 @@ impl Core {
         if size > self.size_max() {
             return Err(Stop::Fail(Errno::EFBIG));
         }
+        self.lengthen_record(idx, size)?;
         let old = self.node(idx).size;
         if size == old {
             return Ok(());
@@ -634,7 +671,7 @@ impl Core {
             gone.push(std::mem::take(block));
         }
         for block in gone {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
         }
         Ok(())
@@ -710,33 +747,49 @@ enum Tried<T> {
     Wait { loading: bool },
 }
 
-impl<T> From<Result<T, Stop>> for Tried<T> {
-    fn from(result: Result<T, Stop>) -> Self {
-        match result {
-            Ok(value) => Self::Done(Ok(value)),
-            Err(Stop::Fail(errno)) => Self::Done(Err(errno)),
-            Err(stop) => Self::Wait { loading: stop == Stop::Load },
+impl Store {
+    /// Tries something that may take several passes.
+    fn tried<T>(self: &Arc<Self>, mut pass: impl FnMut(&mut Core) -> Result<T, Stop>) -> Tried<T> {
+        loop {
+            return match self.with(&mut pass) {
+                Ok(value) => Tried::Done(Ok(value)),
+                Err(Stop::Again) => continue,
+                Err(Stop::Fail(errno)) => Tried::Done(Err(errno)),
+                Err(stop) => Tried::Wait { loading: stop == Stop::Load },
+            };
         }
     }
-}
 
-impl Store {
     pub fn write(self: &Arc<Self>, handle: &Handle, offset: u64, data: &[u8], reply: WriteReply) {
         if data.is_empty() {
             return reply(Ok(0));
         }
-        match self.try_write(handle.id, offset, data, false) {
-            Tried::Done(result) => reply(result),
+        let (id, end) = (handle.id, offset.saturating_add(data.len() as u64));
+        match self.try_write(id, offset, data, false) {
+            Tried::Done(result) => {
+                if result.is_err() {
+                    self.with(|core| core.write_failed(id, offset..end));
+                }
+                reply(result);
+            }
             Tried::Wait { loading } => {
-                self.wait(handle.id, Change::Write { offset, data: data.to_vec(), reply }, loading);
+                let store = self.clone();
+                let reply = Box::new(move |result: Result<u32, Errno>| {
+                    if result.is_err() {
+                        store.with(|core| core.write_failed(id, offset..end));
+                    }
+                    reply(result);
+                });
+                self.wait(id, Change::Write { offset, data: data.to_vec(), reply }, loading);
             }
         }
     }
 
     fn try_write(self: &Arc<Self>, id: NodeId, offset: u64, data: &[u8], queued: bool) -> Tried<u32> {
-        let mut plan = match self.with(|core| core.plan_write(id, offset, data.len(), queued)) {
-            Ok(plan) => plan,
-            Err(stop) => return Err(stop).into(),
+        let mut plan = match self.tried(|core| core.plan_write(id, offset, data.len(), queued)) {
+            Tried::Done(Ok(plan)) => plan,
+            Tried::Done(Err(errno)) => return Tried::Done(Err(errno)),
+            Tried::Wait { loading } => return Tried::Wait { loading },
         };
         if let Some(gap) = plan.gap {
             gap.zero(0..gap.len());
@@ -829,7 +882,7 @@ impl Store {
             let core = self.lock();
             end = end.min(core.by_id(id).map_or(0, |idx| core.node(idx).size));
         }
-        match self.with(|core| core.punch(id, *offset, end)).into() {
+        match self.tried(|core| core.punch(id, *offset, end)) {
             Tried::Done(Ok(())) => {}
             other => return other,
         }
@@ -866,14 +919,14 @@ impl Store {
                 Tried::Wait { loading } => return Some((Change::Write { offset, data, reply }, loading)),
             },
             Change::Truncate { size, ino, by_path, reply } => {
-                match self.with(|core| core.try_truncate(id, size, by_path)).into() {
+                match self.tried(|core| core.try_truncate(id, size, by_path)) {
                     Tried::Done(result) => reply(result.and_then(|()| self.getattr(ino))),
                     Tried::Wait { loading } => {
                         return Some((Change::Truncate { size, ino, by_path, reply }, loading));
                     }
                 }
             }
-            Change::Extend { size, reply } => match self.with(|core| core.truncate(id, size)).into() {
+            Change::Extend { size, reply } => match self.tried(|core| core.truncate(id, size)) {
                 Tried::Done(result) => reply(result),
                 Tried::Wait { loading } => return Some((Change::Extend { size, reply }, loading)),
             },
@@ -922,6 +975,14 @@ impl Store {
 }
 
 impl Change {
+    /// Bytes that are held for it.
+    pub fn held_bytes(&self) -> u64 {
+        match self {
+            Self::Write { data, .. } => data.len() as u64,
+            Self::Truncate { .. } | Self::Zero { .. } | Self::Extend { .. } => 0,
+        }
+    }
+
     /// The answer to a change whose time is over.
     pub fn fail(self, errno: Errno) {
         match self {

@@ -1,13 +1,14 @@
 //! All state behind the store's one lock, and the small moves that everything else is made of.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
 use super::again::{Expected, Gone};
+use super::catalog::CatalogRoom;
 use super::change::Waiter;
 use super::hot::{BLOCK, Block, BlockIo, Hot, Phase, Place, WriteBack, block_len, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
@@ -15,7 +16,8 @@ use super::node::{
     ALIAS_BASE, Crcs, DURABLE, Detail, Extents, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId,
     ROOT, ROOT_INO,
 };
-use super::promote::{AroundRead, Load};
+use super::patience::Patience;
+use super::promote::Load;
 use super::read::Served;
 use super::tally::Tallies;
 use super::tree::Tree;
@@ -34,14 +36,23 @@ pub struct Settings {
     /// There is no L2: what leaves L1 is gone.
     pub memory_only: bool,
     pub evict: bool,
+    /// Owners and modes count: the kernel checks them (`--default-permissions`).
+    pub permissions: bool,
     pub small_file_max: u64,
     pub slab_file_max: u64,
     pub dirty_limit_pages: u64,
     /// Pages of L2 that files may use.
     pub capacity_pages: u64,
+    /// Those of each device.
+    pub device_pages: Vec<u64>,
     pub files_max: u64,
+    /// Recovery would take no node from here on.
+    pub positions_max: u64,
+    /// Bytes that the records of all files may take.
+    pub catalog_bytes_max: u64,
     pub publish_wait: Duration,
     pub request_deadline: Duration,
+    pub fsync_deadline: Duration,
 }
 
 /// Something to do once the lock is given back.
@@ -86,22 +97,65 @@ pub struct Calls {
     pub admission: u64,
 }
 
-/// What is taken of L2.
+/// What is taken of one device.
 #[derive(Default, Debug, Clone, Copy)]
 pub struct Space {
+    /// Pages that files may use.
+    pub capacity: u64,
     /// Pages in extents that belong to some file, or will be free after the next commit.
     pub allocated: u64,
     /// Pages set aside for dirty blocks that have no extents yet.
     pub reserved: u64,
     /// Pages among `allocated` that become free with the next commits.
     pub leaving: u64,
-    pub peak: u64,
+    /// Pages among `allocated` of blocks that have been stored anew, which become free in the same way. Unlike those
+    /// that leave with their files they count as used until then: else rewriting could outrun the commits.
+    pub stale: u64,
 }
 
 impl Space {
     pub fn used(&self) -> u64 {
         (self.allocated + self.reserved).saturating_sub(self.leaving)
     }
+
+    pub fn free(&self) -> u64 {
+        self.capacity.saturating_sub(self.used())
+    }
+}
+
+/// What is taken of L2, device by device: a file lies on one of them.
+#[derive(Default, Debug, Clone)]
+pub struct Room {
+    pub devices: Vec<Space>,
+    /// The most pages ever used.
+    pub peak: u64,
+}
+
+impl Room {
+    pub fn used(&self) -> u64 {
+        self.devices.iter().map(Space::used).sum()
+    }
+
+    pub fn note_peak(&mut self) {
+        self.peak = self.peak.max(self.used());
+    }
+
+    pub fn on(&mut self, device: u8) -> &mut Space {
+        &mut self.devices[usize::from(device)]
+    }
+
+    /// The device with the most room.
+    pub fn emptiest(&self) -> u8 {
+        (0..self.devices.len()).max_by_key(|&at| self.devices[at].free()).unwrap_or(0) as u8
+    }
+}
+
+/// A further inode number of a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Alias {
+    pub id: NodeId,
+    /// How often the kernel was told of it and has not forgotten it since.
+    pub lookups: u64,
 }
 
 pub struct Core {
@@ -116,28 +170,36 @@ pub struct Core {
     pub wakes: Wakes,
     pub calls: Calls,
     pub droppable: Ends,
-    pub recency: Ends,
+    /// Files by recency, those of each device apart: room is made where it is needed.
+    pub recency: Vec<Ends>,
     /// One for each device of the volume.
     pub allocators: Vec<Allocator>,
-    pub space: Space,
+    pub space: Room,
+    pub catalog: CatalogRoom,
     /// Pages written by clients that are not on the device.
     pub dirty_pages: u64,
     /// Changes that wait for something, in order of arrival (rule R7).
     pub waiters: VecDeque<Waiter>,
+    /// Versions that stand for one which was queued, with this number, and replaced or written to before it was durable.
+    /// A drain that came after that one waits for these.
+    pub heirs: HashMap<NodeId, u64>,
+    /// Clients that wait until something is durable.
+    pub patience: Vec<Patience>,
     pub queue: PublishQueue,
     /// The queue of waiting changes is being tried right now.
     pub admitting: bool,
-    /// Files being written that could be spilled, by recency of creation.
-    pub building: VecDeque<NodeId>,
+    /// Files under construction, which could be spilled, the oldest first. The key is [`Hot::building`].
+    pub building: BTreeMap<u64, NodeId>,
+    next_building: u64,
     /// Files with lookups or reads that have a deadline.
     pub deadlines: Deadlines,
-    /// Memory that reads around L1 hold, and those that wait for some.
+    /// Memory that reads around L1 hold, and the files of those that wait for some, in order of arrival.
     pub around_bytes: u64,
-    pub around_waiting: VecDeque<AroundRead>,
+    pub around_waiting: VecDeque<NodeId>,
     /// Those who were sent to look again, and the names of what they did not find.
     pub expected: Vec<Expected>,
     pub gone: Gone,
-    pub aliases: HashMap<u64, NodeId>,
+    pub aliases: HashMap<u64, Alias>,
     pub next_alias: u64,
     /// Durability failed once: reads go on, what was published is not stored any more.
     pub poisoned: bool,
@@ -155,10 +217,20 @@ pub fn now() -> i64 {
 
 impl Core {
     pub fn new(tree: Tree, pool: Arc<Pool>, settings: Settings, allocators: Vec<Allocator>) -> Self {
+        let catalog = CatalogRoom { used: 0, limit: settings.catalog_bytes_max };
+        let taken = |(allocator, &capacity): (&Allocator, &u64)| Space {
+            capacity,
+            allocated: allocator.blocks() - allocator.free_blocks(),
+            ..Space::default()
+        };
+        let devices = allocators.iter().zip(&settings.device_pages).map(taken).collect();
+        let mut space = Room { devices, peak: 0 };
+        space.note_peak();
         Self {
             tree,
             pool,
             settings,
+            catalog,
             counters: Counters::default(),
             effects: Vec::new(),
             events: Vec::new(),
@@ -166,14 +238,17 @@ impl Core {
             wakes: Wakes::default(),
             calls: Calls::default(),
             droppable: Ends::default(),
-            recency: Ends::default(),
+            recency: vec![Ends::default(); allocators.len().max(1)],
             allocators,
-            space: Space::default(),
+            space,
             dirty_pages: 0,
             waiters: VecDeque::new(),
+            heirs: HashMap::new(),
+            patience: Vec::new(),
             queue: PublishQueue::default(),
             admitting: false,
-            building: VecDeque::new(),
+            building: BTreeMap::new(),
+            next_building: 1,
             deadlines: Deadlines::default(),
             around_bytes: 0,
             around_waiting: VecDeque::new(),
@@ -216,7 +291,8 @@ impl Core {
         if ino == ROOT_INO {
             return Ok(ROOT);
         }
-        let id = if ino >= ALIAS_BASE { *self.aliases.get(&ino).ok_or(Errno::ESTALE)? } else { NodeId(ino) };
+        let id =
+            if ino >= ALIAS_BASE { self.aliases.get(&ino).ok_or(Errno::ESTALE)?.id } else { NodeId(ino) };
         self.by_id(id).ok_or(Errno::ESTALE)
     }
 
@@ -324,6 +400,10 @@ impl Core {
     /// as long as the new end is not stored.
     pub fn layout(&self, idx: Idx) -> (u64, Vec<Extent>, Vec<u32>) {
         let node = self.node(idx);
+        debug_assert!(
+            node.hot.as_ref().is_none_or(|hot| hot.base.is_none()),
+            "a version that shows another's bytes has no layout"
+        );
         let Some(hot) = node.hot.as_ref().filter(|hot| hot.placed) else {
             return (node.size, node.extents.as_slice().to_vec(), node.crcs.as_slice().to_vec());
         };
@@ -402,18 +482,38 @@ impl Core {
         }
     }
 
-    /// The directory and name that a node has, or will have once it is published.
+    /// The directory and name that a node has, had, or will have once it is published. [`NONE`]: that directory is gone,
+    /// or no name is left that it could get.
     pub fn home(&self, idx: Idx) -> (Idx, &[u8]) {
         let node = self.node(idx);
         match node.hot.as_ref().and_then(|hot| hot.private()) {
             Some(private) => (private.parent, &private.name),
-            None => (node.parent, &node.name),
+            None => (self.tree.parent(idx).unwrap_or(NONE), &node.name),
         }
     }
 
+    /// Whose bytes `idx` holds. What is nowhere in the tree shares its memory with nothing.
     pub fn owner(&self, idx: Idx) -> Owner {
         let (parent, _) = self.home(idx);
-        Owner { uid: self.node(idx).uid, namespace: u64::from(self.tree.namespace(parent)) }
+        let namespace = self.tree.namespace(parent).unwrap_or_else(|| self.id(idx));
+        Owner { uid: self.node(idx).uid, namespace: namespace.0 }
+    }
+
+    /// A version is under construction from here on.
+    pub fn start_building(&mut self, idx: Idx) {
+        let (number, id) = (self.next_building, self.id(idx));
+        if self.hot_mut(idx).building.is_none() {
+            self.hot_mut(idx).building = Some(number);
+            self.building.insert(number, id);
+            self.next_building += 1;
+        }
+    }
+
+    /// It was sealed, or given up.
+    pub fn stop_building(&mut self, idx: Idx) {
+        if let Some(number) = self.node_mut(idx).hot.as_mut().and_then(|hot| hot.building.take()) {
+            self.building.remove(&number);
+        }
     }
 
     /// Records that the node's record is older than what is here.
@@ -438,24 +538,54 @@ impl Core {
 
     pub fn touch(&mut self, idx: Idx) {
         if self.node(idx).has(NAMED) && self.node(idx).kind() == Kind::File {
-            self.recency.push_front::<Recency>(&mut self.tree.nodes, idx);
+            let device = usize::from(self.node(idx).device);
+            self.recency[device].push_front::<Recency>(&mut self.tree.nodes, idx);
+        }
+    }
+
+    pub fn forget_recency(&mut self, idx: Idx) {
+        let device = usize::from(self.node(idx).device);
+        self.recency[device].remove::<Recency>(&mut self.tree.nodes, idx);
+    }
+
+    /// Which device a file of which nothing has been stored is to lie on.
+    pub fn set_device(&mut self, idx: Idx, device: u8) {
+        if self.node(idx).device == device {
+            return;
+        }
+        let listed = self.node(idx).has(super::node::LISTED);
+        self.forget_recency(idx);
+        self.node_mut(idx).device = device;
+        if listed {
+            self.touch(idx);
         }
     }
 
     pub fn unlist(&mut self, idx: Idx) {
-        self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
+        self.forget_recency(idx);
         self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
     }
 
     /// Takes the visible name from `idx`. `successor` is the version that takes its place, if there is one: then
     /// the old record stays on the device until the new one is committed.
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
-        self.recency.remove::<Recency>(&mut self.tree.nodes, idx);
-        self.remember_name(idx);
+        self.forget_recency(idx);
+        self.remember_name(idx, successor);
+        let inherited = self.heirs.remove(&self.id(idx)).into_iter();
+        let queued = match self.hot(idx).map(|hot| hot.write_back) {
+            Some(WriteBack::Queued(seq)) => Some(seq),
+            _ => None,
+        };
+        if let (Some(heir), Some(seq)) = (successor, inherited.chain(queued).min()) {
+            self.inherit(heir, seq);
+        }
         let parent = self.node(idx).parent;
         self.tree.unlink(idx);
         self.node_mut(idx).set(MOVED, by_us);
         self.touch_dir(parent);
+        if self.node(idx).kind() == Kind::Dir {
+            self.discard_privates_in(idx);
+        }
         let mut old = match &mut self.node_mut(idx).hot {
             Some(hot) => std::mem::take(&mut hot.supersedes),
             None => Vec::new(),
@@ -472,6 +602,35 @@ impl Core {
         self.reap(idx);
     }
 
+    /// `heir` shall be durable before a drain is answered that came after entry `seq` of the publish queue.
+    pub fn inherit(&mut self, heir: Idx, seq: u64) {
+        if !self.settings.memory_only {
+            let id = self.id(heir);
+            self.heirs.entry(id).and_modify(|first| *first = seq.min(*first)).or_insert(seq);
+        }
+    }
+
+    /// Queues what a drain that came as entry `since` has to wait for still. Whether there is anything.
+    pub fn store_heirs(&mut self, since: u64) -> bool {
+        let due: Vec<_> = self.heirs.iter().filter(|(_, seq)| **seq < since).map(|(id, _)| *id).collect();
+        let mut any = false;
+        for id in due {
+            let Some(idx) = self.by_id(id).filter(|&idx| !self.node(idx).has(super::node::LOST)) else {
+                self.heirs.remove(&id);
+                continue;
+            };
+            // Nobody sees it yet; or it still shows the bytes of the one before, which are stored for it.
+            if !self.node(idx).has(NAMED) || self.hot(idx).is_some_and(|hot| hot.base.is_some()) {
+                continue;
+            }
+            if self.hot_mut(idx).write_back == WriteBack::None {
+                self.store_soon(idx);
+            }
+            any = true;
+        }
+        any
+    }
+
     /// Has the records of `ids` removed with the next commit.
     pub fn remove_records(&mut self, ids: Vec<NodeId>) {
         if ids.is_empty() {
@@ -486,12 +645,19 @@ impl Core {
                 self.forget_entry(seq, id);
             }
             // What is still open keeps its place after the record is gone, so it does not count as leaving.
-            let pages = match self.by_id(id) {
-                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => self.device_pages(idx),
-                _ => 0,
+            let (device, pages) = match self.by_id(id) {
+                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => {
+                    (self.node(idx).device, self.device_pages(idx))
+                }
+                _ => (0, 0),
             };
-            self.space.leaving += pages;
-            self.queue.removed.push((id, pages));
+            if pages > 0 {
+                self.space.on(device).leaving += pages;
+            }
+            if let Some(idx) = self.by_id(id) {
+                self.end_record(idx);
+            }
+            self.queue.removed.push((id, device, pages));
         }
         self.wakes.committer = true;
     }
@@ -531,8 +697,15 @@ impl Core {
             return;
         }
         self.unlist(idx);
+        self.stop_building(idx);
         self.drop_base(idx);
+        if let Some(hot) = self.node_mut(idx).hot.as_mut() {
+            // It was to take the place of these, and never will: they are gone all the same.
+            let replaced = std::mem::take(&mut hot.supersedes);
+            self.remove_records(replaced);
+        }
         self.drop_blocks(idx);
+        self.end_record(idx);
         let Some(mut node) = self.tree.nodes.remove(idx) else { return };
         if let Some(hot) = &mut node.hot {
             if let Some(alias) = hot.alias {
@@ -559,7 +732,7 @@ impl Core {
         hot.crc_to = 0;
         let device = self.node(idx).device;
         for block in blocks {
-            self.uncharge(block.charge, block.reserved);
+            self.uncharge(device, block.charge, block.reserved);
             self.free_extents(device, &block.place);
         }
     }
@@ -567,16 +740,27 @@ impl Core {
     /// Forgets the version whose bytes this one shows.
     pub fn drop_base(&mut self, idx: Idx) {
         let Some(base) = self.node_mut(idx).hot.as_mut().and_then(|hot| hot.base.take()) else { return };
-        if let Some(base) = self.by_id(base) {
-            let hot = self.hot_mut(base);
-            hot.based = hot.based.saturating_sub(1);
-            self.reap(base);
+        let Some(base) = self.by_id(base) else { return };
+        let hot = self.hot_mut(base);
+        hot.based = hot.based.saturating_sub(1);
+        if hot.based == 0 && !self.node(base).has(NAMED) {
+            // Nothing stores it any more. Who waits for what it held waits for the version that holds it now.
+            let waiting = std::mem::take(&mut self.hot_mut(base).fsyncs);
+            if !waiting.is_empty() && self.node(idx).has(NAMED) {
+                let seq = self.store_soon(idx);
+                self.hot_mut(idx).fsyncs.extend(waiting.into_iter().map(|(_, reply)| (seq, reply)));
+            } else {
+                self.hot_mut(base).fsyncs = waiting;
+            }
         }
+        self.reap(base);
     }
 
-    pub fn uncharge(&mut self, charge: u32, reserved: u32) {
+    pub fn uncharge(&mut self, device: u8, charge: u32, reserved: u32) {
         self.dirty_pages -= u64::from(charge);
-        self.space.reserved -= u64::from(reserved);
+        if reserved > 0 {
+            self.space.on(device).reserved -= u64::from(reserved);
+        }
         if charge > 0 || reserved > 0 {
             self.wakes.admission = true;
         }
@@ -591,7 +775,7 @@ impl Core {
             }
         }
         if freed > 0 {
-            self.space.allocated -= freed;
+            self.space.on(device).allocated -= freed;
             self.wakes.admission = true;
             self.wakes.writer = true;
         }
@@ -606,8 +790,14 @@ impl Core {
         if !resident && !hot.in_use() && !hot.placed && hot.alias.is_none() && !hot.failed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
             self.node_mut(idx).hot = None;
+            if !self.node(idx).has(super::node::LISTED) && self.may_evict(idx) {
+                self.touch(idx);
+            }
             self.reap(idx);
             return;
+        }
+        if !self.node(idx).has(super::node::LISTED) && self.node(idx).has(NAMED) && self.may_evict(idx) {
+            self.touch(idx);
         }
         let droppable = self.may_drop(idx);
         let listed = self.hot(idx).is_some_and(|hot| hot.in_l1_list);
@@ -622,9 +812,8 @@ impl Core {
 
     /// The kernel must not believe in the name any longer.
     pub fn invalidate(&mut self, idx: Idx) {
-        let node = self.node(idx);
-        let (parent, name) = (node.parent, node.name.clone());
-        if let Some(parent) = self.tree.nodes.get(parent).map(|_| self.ino(parent)) {
+        let name = self.node(idx).name.clone();
+        if let Some(parent) = self.tree.parent(idx).map(|parent| self.ino(parent)) {
             self.effects.push(Effect::Invalidate { parent, name });
         }
     }
@@ -649,14 +838,38 @@ impl Core {
         hot.blocks.get(index).is_none_or(|block| block.mem.is_none()) && !self.has_place(idx, index)
     }
 
-    /// Adds a node without a name.
-    pub fn new_node(&mut self, detail: Detail, mode: u32, uid: u32, gid: u32) -> Result<Idx, Errno> {
+    /// Whether a block of a sealed file is zeros in its slab and nowhere on the device, for good.
+    pub fn is_hole_in_slab(&self, idx: Idx, index: usize) -> bool {
+        !self.settings.memory_only
+            && !self.node(idx).has(super::node::LOST)
+            && self.hot(idx).is_some_and(|hot| {
+                let clean = |block: &Block| !block.dirty && block.io == BlockIo::Idle;
+                hot.sealed() && hot.blocks.get(index).is_some_and(clean)
+            })
+            && !self.has_place(idx, index)
+    }
+
+    /// Adds a node without a name. Its record will have `bytes` of name and attributes.
+    pub fn new_node(
+        &mut self,
+        detail: Detail,
+        mode: u32,
+        uid: u32,
+        gid: u32,
+        bytes: usize,
+    ) -> Result<Idx, Errno> {
+        if self.tree.nodes.is_full(self.settings.positions_max) {
+            return Err(self.no_space());
+        }
         let full = self.tree.nodes.count() as u64 >= self.settings.files_max;
         if full && !(self.settings.evict && self.evict_file()) {
             return Err(self.no_space());
         }
+        let bytes = self.reserve_new(bytes)?;
         let node = Node::new(detail, (mode & 0o7777) as u16, uid, gid, now());
-        Ok(self.tree.nodes.insert(node))
+        let idx = self.tree.nodes.insert(node);
+        self.begin_record(idx, bytes);
+        Ok(idx)
     }
 
     pub fn in_write_back(&self, idx: Idx) -> bool {

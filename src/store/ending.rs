@@ -13,11 +13,11 @@ use super::node::NodeId;
 impl Core {
     /// Publishes what was closed. A private version that was written to after its last FLUSH had no close.
     fn close_all(&mut self) {
-        let building: Vec<NodeId> = self.building.iter().copied().collect();
+        let building: Vec<NodeId> = self.building.values().copied().collect();
         for id in building {
             let Some(idx) = self.by_id(id) else { continue };
             let hot = self.hot_mut(idx);
-            if hot.sealed() || hot.pins > 0 || hot.private().is_some_and(|private| !private.flushed) {
+            if hot.sealed() || hot.writing || hot.private().is_some_and(|private| !private.flushed) {
                 continue;
             }
             (hot.writers, hot.promised) = (0, 0);

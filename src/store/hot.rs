@@ -4,12 +4,13 @@
 //! knows its own memory, checksum and place on the device. Once sealed, checksums and places move to
 //! the node, and a block only says whether it is in L1.
 
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::time::Instant;
 
 use smallvec::SmallVec;
 
 use super::node::{Idx, Links, NONE, NodeId};
+use super::process::Caller;
 use super::{EntryReply, ReadReply, UnitReply};
 use crate::l1::{Chunk, Slab};
 use crate::l2::Extent;
@@ -105,12 +106,17 @@ impl Block {
 /// What is known of whoever created a private file.
 #[derive(Debug)]
 pub struct Private {
-    /// Where the name will appear.
+    /// Where the name will appear: a directory that is there (it takes its private files with it when it goes), or
+    /// [`NONE`] for a file that has lost its name.
     pub parent: Idx,
     pub name: Box<[u8]>,
     /// Thread and process that created it; 0 where they cannot be known.
     pub tid: u32,
     pub tgid: u32,
+    /// The user who created it.
+    pub uid: u32,
+    /// The owner of the version that it was made to replace, which that user may write.
+    pub replaces: Option<u32>,
     /// The name is reserved for everybody (O_EXCL).
     pub exclusive: bool,
     /// Some descriptor of it was closed and no write came since.
@@ -126,6 +132,23 @@ pub struct Private {
     pub killed: bool,
     /// It was opened by whom it was made for.
     pub opened: bool,
+    /// From the first to the last byte that a failed write did not bring, as far as no later one has.
+    pub lacks: Option<Range<u64>>,
+}
+
+impl Private {
+    /// The bytes of `range` are there, or are not wanted any more.
+    pub fn supplied(&mut self, range: Range<u64>) {
+        let Some(lacks) = &mut self.lacks else { return };
+        if range.start <= lacks.start {
+            lacks.start = lacks.start.max(range.end);
+        } else if range.end >= lacks.end {
+            lacks.end = lacks.end.min(range.start);
+        }
+        if lacks.is_empty() {
+            self.lacks = None;
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -160,8 +183,20 @@ pub enum WriteBack {
     Queued(u64),
 }
 
-/// A read that waits for blocks.
+/// How the bytes of a waiting read come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Via {
+    /// To L1, from where it is answered.
+    L1,
+    /// Around L1, once there is memory for that.
+    Room,
+    /// Around L1, under this number.
+    Around(u32),
+}
+
+/// A read that waits for blocks. It keeps its file, and has a deadline, whatever it waits for.
 pub struct PendingRead {
+    pub via: Via,
     pub offset: u64,
     pub len: usize,
     /// What the asker holds, which answers `node` reads for when a copy-on-write base is asked.
@@ -171,7 +206,8 @@ pub struct PendingRead {
 
 /// A lookup that waits for a release.
 pub struct PendingLookup {
-    pub parent: Idx,
+    pub caller: Caller,
+    pub parent: NodeId,
     pub name: Box<[u8]>,
     pub reply: EntryReply,
     pub deadline: Instant,
@@ -179,9 +215,13 @@ pub struct PendingLookup {
 
 pub struct Hot {
     pub phase: Phase,
+    /// Its number among the files under construction.
+    pub building: Option<u64>,
     pub slab: Option<Slab>,
     /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
     pub mixed: bool,
+    /// The kernel has refused to read from the slab by itself.
+    pub no_passthrough: bool,
     /// Bytes of the slab, from its start, whose content is defined. Beyond, up to the file's size, are zeros
     /// that nobody has written into recycled memory yet. Only while unsealed.
     pub valid_to: u64,
@@ -199,6 +239,11 @@ pub struct Hot {
     /// old end and its bytes, and go on with the running checksum. The kernel lets asynchronous direct writes and the
     /// write-back of mappings come side by side.
     pub writing: bool,
+    /// The write-back worker found somebody writing: it is next. Else a file that is written without a pause would hold
+    /// up the whole publish queue (rule R4).
+    pub claimed: bool,
+    /// How far into the file the copies go that are going on, since there was none.
+    pub pinned_to: u64,
     /// Times that the file was emptied: a write that was going on then has been before it.
     pub emptied: u32,
     /// The last number given to a change or a transfer of a block. Blocks go and come back; numbers do not.
@@ -221,8 +266,6 @@ pub struct Hot {
     /// In the list of files that L1 may drop.
     pub l1: Links,
     pub in_l1_list: bool,
-    /// Whole-file promotion under way: the number of blocks that still lack.
-    pub promoting: u32,
     /// The next block to look at when part of a large file is dropped from L1.
     pub clock: usize,
     /// The running checksum: the block it is in, how far it has come, and its state.
@@ -268,8 +311,10 @@ impl Hot {
     pub fn new(phase: Phase) -> Self {
         Self {
             phase,
+            building: None,
             slab: None,
             mixed: false,
+            no_passthrough: false,
             valid_to: 0,
             blocks: Vec::new(),
             opened: SmallVec::new(),
@@ -278,6 +323,8 @@ impl Hot {
             held: 0,
             pins: 0,
             writing: false,
+            claimed: false,
+            pinned_to: 0,
             emptied: 0,
             numbers: 0,
             transfers: 0,
@@ -291,7 +338,6 @@ impl Hot {
             fsyncs: Vec::new(),
             l1: Links { prev: NONE, next: NONE },
             in_l1_list: false,
-            promoting: 0,
             clock: 0,
             crc_block: 0,
             crc_to: 0,

@@ -1,7 +1,8 @@
 //! The tiering rules: what is visible, what is in L1, what leaves, what waits.
 //!
-//! All state sits in one [`Core`] behind one lock, held for microseconds and never during a copy, a
-//! system call that can wait, or a transfer. That is what makes every answer true for one instant
+//! All state sits in one [`Core`] behind one lock, never held while a client's bytes are copied in or out, during a
+//! system call that can wait, or a transfer. What the store copies for itself (into a copy-on-write version, out of a
+//! file under construction that is stored early) it copies in steps of a few blocks. That is what makes every answer true for one instant
 //! (rule R11). What has to happen outside the lock (transfers, replies, invalidations) is collected
 //! as an [`Effect`] while the lock is held and carried out when it is not: a completion may call back
 //! into the store without a thought about locks.
@@ -12,6 +13,7 @@
 
 pub mod again;
 pub mod attr;
+pub mod catalog;
 pub mod change;
 pub mod core;
 pub mod hot;
@@ -19,6 +21,7 @@ pub mod lists;
 pub mod names;
 pub mod node;
 pub mod open;
+pub mod patience;
 pub mod process;
 pub mod promote;
 pub mod publish;
@@ -75,6 +78,8 @@ pub struct Store {
     pub(crate) wake_admission: Condvar,
     /// A deadline earlier than the earliest so far.
     pub(crate) wake_timer: Condvar,
+    /// Held from taking a commit to its end, checkpoint included.
+    pub(crate) committing: Mutex<()>,
     completions: completions::Completions,
 }
 
@@ -98,6 +103,7 @@ impl Store {
             wake_committer: Condvar::new(),
             wake_admission: Condvar::new(),
             wake_timer: Condvar::new(),
+            committing: Mutex::new(()),
             completions: completions::Completions::new(),
         })
     }

@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 use super::attr::NAME_MAX;
 use super::core::{Core, now};
 use super::node::{DURABLE, Detail, Idx, Kind, NAMED, NONE, ROOT};
+use super::patience::Once;
 use super::process::Caller;
 use super::{Entry, Store};
 
@@ -55,11 +56,12 @@ impl Core {
     ) -> Result<Entry, Errno> {
         check_name(name)?;
         let parent = self.resolve_dir(parent)?;
-        if self.tree.child(parent, name).is_some() {
+        if self.tree.child(parent, name).is_some() || self.reserved(parent, name) {
             return Err(Errno::EEXIST);
         }
         let (gid, mode) = self.inherited(parent, caller, mode, matches!(detail, Detail::Dir(_)));
-        let idx = self.new_node(detail, mode, caller.uid, gid)?;
+        let target = if let Detail::Symlink(target) = &detail { target.len() } else { 0 };
+        let idx = self.new_node(detail, mode, caller.uid, gid, name.len() + target)?;
         self.tree.link(idx, parent, name);
         self.touch_dir(parent);
         self.record_at_once(idx);
@@ -93,9 +95,18 @@ impl Core {
             .copied()
     }
 
+    /// Whether `uid` may remove `victim` from `parent`: the kernel's check in directories with the sticky bit, which it
+    /// cannot make of what has appeared since it looked, or under a name that leads its caller to something else.
+    pub fn may_remove(&self, parent: Idx, victim: Idx, uid: u32) -> bool {
+        let dir = self.node(parent);
+        !self.settings.permissions
+            || dir.mode & 0o1000 == 0
+            || [0, dir.uid, self.node(victim).uid].contains(&uid)
+    }
+
     /// Takes the name from a private version; it goes on as a file without a name.
     fn forget_private(&mut self, idx: Idx) {
-        self.remember_name(idx);
+        self.remember_name(idx, None);
         let Some(private) = self.hot_mut(idx).private_mut() else { return };
         let (parent, name) = (private.parent, std::mem::take(&mut private.name));
         private.parent = NONE;
@@ -108,7 +119,11 @@ impl Core {
         check_name(name)?;
         let parent = self.resolve_dir(parent)?;
         let mine = self.own_private(parent, name, caller, true);
-        let visible = self.tree.child(parent, name);
+        let visible = self
+            .tree
+            .child(parent, name)
+            // What the kernel has checked is the caller's own version.
+            .filter(|&idx| mine.is_none() || self.may_remove(parent, idx, caller.uid));
         if mine.is_none() && visible.is_none() {
             return Err(Errno::ENOENT);
         }
@@ -118,7 +133,7 @@ impl Core {
         if let Some(idx) = mine {
             self.forget_private(idx);
         }
-        self.outdate(parent, name, NONE, self.closes);
+        self.outdate(parent, name, NONE, self.closes, caller.uid);
         if let Some(idx) = visible {
             self.node_mut(idx).ctime = now();
             self.counters.unlinked += 1;
@@ -155,6 +170,11 @@ impl Core {
             return Err(Errno::EINVAL);
         }
         let (parent, new_parent) = (self.resolve_dir(parent)?, self.resolve_dir(new_parent)?);
+        if let Some(idx) =
+            self.own_private(parent, name, caller, true).or_else(|| self.tree.child(parent, name))
+        {
+            self.widen_record(idx, new_name.len().saturating_sub(name.len()))?;
+        }
         let target = self.tree.child(new_parent, new_name);
         let reserved = self.reserved(new_parent, new_name);
         if flags & NOREPLACE != 0 && (target.is_some() || reserved) {
@@ -165,11 +185,12 @@ impl Core {
                 return Err(Errno::EISDIR);
             }
             self.tree.remove_private(idx, parent, name);
-            self.outdate(parent, name, idx, self.closes);
-            self.outdate(new_parent, new_name, idx, self.closes);
+            self.outdate(parent, name, idx, self.closes, caller.uid);
+            self.outdate(new_parent, new_name, idx, self.closes, caller.uid);
             self.tree.add_private(idx, new_parent, new_name);
             if self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.flushed)
                 && let Some(older) = self.tree.child(parent, name)
+                && self.may_remove(parent, older, caller.uid)
             {
                 // To its maker it was what the name led to.
                 self.drop_name(older, Some(idx), false);
@@ -178,6 +199,7 @@ impl Core {
                 private.parent = new_parent;
                 private.name = new_name.into();
             }
+            self.recount(idx);
             self.node_mut(idx).ctime = now();
             return Ok(());
         }
@@ -201,11 +223,12 @@ impl Core {
             let successor = (!self.node(idx).has(DURABLE)).then_some(idx);
             self.drop_name(target, successor, false);
         }
-        self.outdate(parent, name, idx, self.closes);
-        self.outdate(new_parent, new_name, idx, self.closes);
+        self.outdate(parent, name, idx, self.closes, caller.uid);
+        self.outdate(new_parent, new_name, idx, self.closes, caller.uid);
         self.tree.unlink(idx);
         self.touch_dir(parent);
         self.tree.link(idx, new_parent, new_name);
+        self.recount(idx);
         self.touch_dir(new_parent);
         self.node_mut(idx).ctime = now();
         self.changed(idx);
@@ -291,10 +314,20 @@ impl Store {
     /// Replies when everything published and every name changed so far is durable: also files whose close has returned
     /// and whose RELEASE is on its way.
     pub fn barrier(self: &Arc<Self>, reply: super::UnitReply) {
+        self.barrier_with(reply, None);
+    }
+
+    /// The same for a client, who is answered at its deadline at the latest.
+    pub fn fsync_all(self: &Arc<Self>, reply: super::UnitReply) {
+        let once = self.with(|core| core.by_deadline(reply));
+        self.barrier_with(once.clone().into_reply(), Some(once));
+    }
+
+    fn barrier_with(self: &Arc<Self>, reply: super::UnitReply, once: Option<Once>) {
         let store = self.clone();
         self.after_releases(
-            |core| core.building.iter().filter_map(|id| core.by_id(*id)).collect(),
-            move || store.with(|core| core.barrier(reply)),
+            |core| core.building.values().filter_map(|id| core.by_id(*id)).collect(),
+            move || store.with(|core| core.barrier(reply, once)),
         );
     }
 
@@ -312,7 +345,9 @@ impl Store {
                     continue;
                 }
                 let (parent, name, ready) = (private.parent, private.name.clone(), ready.clone());
-                core.wait_for_release(idx, parent, &name, Box::new(move |_| drop(ready)));
+                // Nobody in particular: no lookup of any process is answered with it.
+                let nobody = Caller { tid: 0, uid: u32::MAX, gid: u32::MAX };
+                core.wait_for_release(idx, (parent, &name), &nobody, Box::new(move |_| drop(ready)));
             }
         });
     }

@@ -127,7 +127,7 @@ pub const DURABLE: u8 = 2;
 pub const META_DIRTY: u8 = 4;
 /// It lost its name by our doing (eviction, a newer version): opening it sends the kernel to look again.
 pub const MOVED: u8 = 8;
-/// Written in place block by block: no passthrough, and a bad block is only that block's loss.
+/// In shared use or large: written in place block by block. No passthrough, and a bad block is only that block's loss.
 pub const SLOT: u8 = 16;
 /// Its bytes went bad or could not be stored; it is being removed.
 pub const LOST: u8 = 32;
@@ -154,7 +154,10 @@ pub type Xattrs = Vec<(Box<[u8]>, Box<[u8]>)>;
 #[derive(Debug)]
 pub struct Node {
     pub generation: u32,
+    /// The directory that it is or was in. Once it has no name that may be gone, and another directory at its position:
+    /// [`Tree::parent`](super::tree::Tree::parent) tells.
     pub parent: Idx,
+    pub parent_generation: u32,
     pub name: Box<[u8]>,
     /// Cookie in the parent's list of children.
     pub seq: u64,
@@ -169,6 +172,8 @@ pub struct Node {
     pub flags: u8,
     /// Which device of the volume holds the bytes.
     pub device: u8,
+    /// Bytes of its record that count against the catalog's room.
+    pub cataloged: u32,
     pub detail: Detail,
     pub extents: Extents,
     pub crcs: Crcs,
@@ -183,6 +188,7 @@ impl Node {
         Self {
             generation: 0,
             parent: NONE,
+            parent_generation: 0,
             name: Box::default(),
             seq: 0,
             size: 0,
@@ -194,6 +200,7 @@ impl Node {
             mode,
             flags: 0,
             device: 0,
+            cataloged: 0,
             detail,
             extents: Extents::None,
             crcs: Crcs::None,
@@ -255,6 +262,9 @@ impl Node {
     }
 }
 
+/// Generations stay below 2^31, so that an inode number is never that of an alias.
+pub const GENERATION_MAX: u32 = 0x7fff_fffe;
+
 /// Nodes a piece: growing by whole pieces never copies what is there and never needs twice the memory.
 const PIECE_NODES: usize = 4096;
 
@@ -305,6 +315,11 @@ impl Arena {
         idx
     }
 
+    /// Whether a new node would take a position from `end` on.
+    pub fn is_full(&self, end: u64) -> bool {
+        self.free.is_empty() && u64::from(self.end()) >= end
+    }
+
     pub fn insert(&mut self, mut node: Node) -> Idx {
         self.live += 1;
         while let Some(idx) = self.free.pop() {
@@ -352,8 +367,7 @@ impl Arena {
     pub fn remove(&mut self, idx: Idx) -> Option<Node> {
         let entry = self.entry_mut(idx)?;
         let used = match entry {
-            // Generations stay below 2^31, so that an inode number is never that of an alias.
-            Entry::Live(node) => (node.generation % 0x7fff_fffe) + 1,
+            Entry::Live(node) => (node.generation % GENERATION_MAX) + 1,
             Entry::Free(_) => return None,
         };
         let Entry::Live(node) = std::mem::replace(entry, Entry::Free(used)) else { return None };

@@ -19,7 +19,7 @@ use nix::errno::Errno;
 
 use super::again::{Expected, Intent};
 use super::attr::Entry;
-use super::core::{Core, now};
+use super::core::{Alias, Core, now};
 use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
 use super::lists::Droppable;
 use super::names::check_name;
@@ -96,10 +96,22 @@ impl Core {
     }
 
     /// Answers when `idx` has been released, or after the bounded wait.
-    pub fn wait_for_release(&mut self, idx: Idx, parent: Idx, name: &[u8], reply: EntryReply) {
+    pub fn wait_for_release(
+        &mut self,
+        idx: Idx,
+        (parent, name): (Idx, &[u8]),
+        caller: &Caller,
+        reply: EntryReply,
+    ) {
         let deadline = Instant::now() + self.settings.publish_wait;
-        let id = self.id(idx);
-        self.hot_mut(idx).lookups.push(PendingLookup { parent, name: name.into(), reply, deadline });
+        let (id, parent) = (self.id(idx), self.id(parent));
+        self.hot_mut(idx).lookups.push(PendingLookup {
+            caller: *caller,
+            parent,
+            name: name.into(),
+            reply,
+            deadline,
+        });
         self.deadlines.push((deadline, id));
         self.counters.publish_waits += 1;
         self.wakes.timer = true;
@@ -108,8 +120,14 @@ impl Core {
     /// Answers the lookups that waited for `idx` with what is there now.
     pub fn answer_lookups(&mut self, idx: Idx) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
-        for PendingLookup { parent, name, reply, .. } in std::mem::take(&mut hot.lookups) {
-            let answer = match self.tree.child(parent, &name) {
+        for PendingLookup { caller, parent, name, reply, .. } in std::mem::take(&mut hot.lookups) {
+            let Some(parent) = self.by_id(parent) else {
+                self.reply(move || reply(Err(Errno::ENOENT)));
+                continue;
+            };
+            let again = self.look_again(parent, &name, &caller);
+            let answer = match again.or_else(|| self.tree.child(parent, &name)) {
+                Some(found) if again.is_some() => Ok(self.entry(found, false)),
                 Some(found) => Ok(self.entry(found, self.tree.privates(parent, &name).is_empty())),
                 None => Err(Errno::ENOENT),
             };
@@ -128,12 +146,14 @@ impl Core {
         tgid: u32,
         exclusive: bool,
     ) -> Result<Idx, Errno> {
-        let idx = self.new_node(Detail::File, mode, uid, gid)?;
+        let idx = self.new_node(Detail::File, mode, uid, gid, name.len())?;
         let private = Private {
             parent,
             name: name.into(),
             tid: caller.tid,
             tgid,
+            uid: caller.uid,
+            replaces: None,
             exclusive,
             flushed: false,
             closed: 0,
@@ -141,11 +161,11 @@ impl Core {
             waited: false,
             killed: false,
             opened: false,
+            lacks: None,
         };
         self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Private(Box::new(private)))));
         self.tree.add_private(idx, parent, name);
-        let id = self.id(idx);
-        self.building.push_back(id);
+        self.start_building(idx);
         Ok(idx)
     }
 
@@ -178,15 +198,17 @@ impl Core {
             return Err(self.send_again(dir, name, Intent::of(flags), caller, tgid));
         }
         let (gid, mode) = self.inherited(parent, caller, mode, false);
-        let shared = self.tree.posix(parent) || (!exclusive && flags & libc::O_TRUNC == 0);
+        let for_sharing = !exclusive && flags & libc::O_TRUNC == 0;
+        let shared = for_sharing || self.tree.posix(parent);
         let idx = if shared {
-            let idx = self.new_node(Detail::File, mode, caller.uid, gid)?;
+            let idx = self.new_node(Detail::File, mode, caller.uid, gid, name.len())?;
+            // Whoever opens it finds this very inode, whatever is in it: locks exclude, writers meet.
+            self.node_mut(idx).set(SLOT, for_sharing);
             self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Open)));
             self.tree.link(idx, parent, name);
             self.touch_dir(parent);
             self.touch(idx);
-            let id = self.id(idx);
-            self.building.push_back(id);
+            self.start_building(idx);
             idx
         } else {
             self.new_private(parent, name, mode, (caller.uid, gid), caller, tgid, exclusive)?
@@ -230,7 +252,12 @@ impl Core {
         let (mode, uid, gid, size) = (u32::from(node.mode), node.uid, node.gid, node.size);
         let (parent, name) = (node.parent, node.name.clone());
         let (times, xattrs) = ((node.atime, node.mtime, node.ctime), node.xattrs.clone());
-        let new = self.new_node(Detail::File, mode, uid, gid)?;
+        // A new node may cost the least recently used file, which must not be this one.
+        let bytes = self.record_bytes_like(old);
+        self.hot_mut(old).held += 1;
+        let new = self.new_node(Detail::File, mode, uid, gid, bytes);
+        self.hot_mut(old).held -= 1;
+        let new = new?;
         let old_id = self.id(old);
         let node = self.node_mut(new);
         node.size = size;
@@ -243,8 +270,7 @@ impl Core {
         self.drop_name(old, Some(new), true);
         self.tree.link(new, parent, &name);
         self.touch(new);
-        let id = self.id(new);
-        self.building.push_back(id);
+        self.start_building(new);
         self.counters.copies_on_write += 1;
         Ok(new)
     }
@@ -258,7 +284,8 @@ impl Core {
         let (parent, name, named) = (node.parent, node.name.clone(), node.has(NAMED));
         let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
         let xattrs = self.node(new).xattrs.clone();
-        let old_id = self.id(old);
+        let (old_id, new_id) = (self.id(old), self.id(new));
+        self.stop_building(new);
         let hot = self.hot_mut(new);
         hot.phase = Phase::Sealed;
         let supersedes: Vec<NodeId> = std::mem::take(&mut hot.supersedes);
@@ -272,9 +299,11 @@ impl Core {
         self.hot_mut(old).held -= 1;
         self.hot_mut(old).supersedes.extend(supersedes.into_iter().filter(|id| *id != old_id));
         self.tree.link(old, parent, &name);
+        self.leave_to(new_id, old);
         let node = self.node_mut(old);
         (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
         node.xattrs = xattrs;
+        self.recount(old);
         self.changed(old);
         self.touch(old);
         if self.settings.memory_only || self.is_durable(old) {
@@ -299,7 +328,8 @@ impl Core {
     /// Whether this version is on the device or on its way there: then it is what a crash brings back, whole, until
     /// the next one is stored (rule R1). So that next one has to be a version of its own.
     pub fn is_stored(&self, idx: Idx) -> bool {
-        self.node(idx).has(DURABLE) || self.in_write_back(idx)
+        // Without a device, being sealed is all there is.
+        self.settings.memory_only || self.node(idx).has(DURABLE) || self.in_write_back(idx)
     }
 
     pub fn may_passthrough(&self, idx: Idx) -> bool {
@@ -311,6 +341,7 @@ impl Core {
                     && hot.writers == 0
                     && hot.promised == 0
                     && hot.base.is_none()
+                    && !hot.no_passthrough
                     && hot.whole_slab(node.size)
             })
     }
@@ -351,14 +382,19 @@ impl Core {
         let stored = self.is_stored(idx);
         let hot = self.hot_mut(idx);
         let (handles, fixed) = (hot.handles(), hot.must_not_change());
+        let nameless = !named && hot.private().is_none_or(|private| private.parent == NONE);
         if intent == Intent::Truncate {
             let here = match &hot.phase {
                 Phase::Private(_) => arrived && size == 0,
                 Phase::Open => posix || size == 0,
                 Phase::Sealed => !fixed && (posix || size == 0),
-            } || (!named && hot.private().is_none_or(|private| private.parent == NONE));
+            } || (nameless && !hot.sealed());
+            if !here && nameless {
+                return Err(self.not_here(ino, intent, expected, caller, tgid));
+            }
             if !here {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
+                self.room_for_version(idx)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
             if caller.uid != 0 {
@@ -380,11 +416,11 @@ impl Core {
             };
             if fresh && named {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
+                self.room_for_version(idx)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
             if fresh {
-                // A file without a name that others read: there is no name to look up again.
-                return Err(Errno::ETXTBSY);
+                return Err(self.not_here(ino, intent, expected, caller, tgid));
             }
             return Ok(self.opened(idx, ino, flags, Mode::Direct));
         }
@@ -416,6 +452,22 @@ impl Core {
         Ok(self.opened(idx, ino, flags, mode))
     }
 
+    /// A sealed file that has lost its name is not changed any more: somebody reads it. Whoever comes by its old name
+    /// looks that up again, and finds out; who has come by `/proc/PID/fd` finds this file once more.
+    fn not_here(
+        &mut self,
+        ino: u64,
+        intent: Intent,
+        expected: Option<&Expected>,
+        caller: &Caller,
+        tgid: u32,
+    ) -> Errno {
+        match expected {
+            Some(expected) if expected.came_straight_back() => Errno::ETXTBSY,
+            _ => self.gone(ino, intent, caller, tgid),
+        }
+    }
+
     fn opened(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Opened {
         self.touch(idx);
         if !writes(flags) {
@@ -438,12 +490,36 @@ impl Core {
         if hot.alias_made.is_some_and(|made| at.duration_since(made) < ALIAS_EVERY) {
             return false;
         }
-        hot.alias = Some(alias);
+        let before = hot.alias.replace(alias);
         hot.alias_made = Some(at);
+        if let Some(before) = before
+            && self.aliases.get(&before).is_some_and(|alias| alias.lookups == 0)
+        {
+            // Whoever was sent to look for it never came.
+            self.aliases.remove(&before);
+        }
         self.next_alias = (self.next_alias + 1).max(ALIAS_BASE);
-        self.aliases.insert(alias, id);
+        self.aliases.insert(alias, Alias { id, lookups: 0 });
         self.counters.aliases += 1;
         true
+    }
+
+    /// The kernel does not know an inode number any more that it was told `lookups` times.
+    fn forget(&mut self, ino: u64, lookups: u64) {
+        let Some(alias) = self.aliases.get_mut(&ino) else { return };
+        alias.lookups = alias.lookups.saturating_sub(lookups);
+        if alias.lookups > 0 {
+            return;
+        }
+        let id = alias.id;
+        self.aliases.remove(&ino);
+        let Some(idx) = self.by_id(id) else { return };
+        if let Some(hot) = self.node_mut(idx).hot.as_mut()
+            && hot.alias == Some(ino)
+        {
+            hot.alias = None;
+            self.tidy(idx);
+        }
     }
 
     fn release(&mut self, handle: &Handle) {
@@ -472,7 +548,7 @@ impl Core {
     /// After the last writable handle is gone, and no open is on its way, the version is complete.
     pub fn close_if_done(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
-        if hot.writers == 0 && hot.promised == 0 && hot.pins == 0 && !hot.sealed() {
+        if hot.writers == 0 && hot.promised == 0 && !hot.writing && !hot.sealed() {
             self.complete(idx);
         }
         if self.tree.nodes.get(idx).is_some() {
@@ -506,7 +582,7 @@ impl Store {
                 let Ok(parent) = core.resolve_dir(parent) else {
                     return core.reply(move || reply(Err(Errno::ENOENT)));
                 };
-                core.wait_for_release(idx, parent, name, reply);
+                core.wait_for_release(idx, (parent, name), caller, reply);
             }
             Ok(Found::Node(idx, shown)) => {
                 let entry = core.entry(idx, shown);
@@ -557,9 +633,30 @@ impl Store {
         self.with(|core| core.open(ino, flags, caller, tgid))
     }
 
-    /// A passthrough open that could not be answered after all.
-    pub fn open_failed(self: &Arc<Self>, handle: &Handle) {
-        self.release(handle);
+    /// Whether the handles of the inode number that `handle` was opened under are to be served by passthrough.
+    pub fn reads_by_passthrough(self: &Arc<Self>, handle: &Handle) -> bool {
+        let core = self.lock();
+        let hot = core.by_id(handle.id).and_then(|idx| core.hot(idx));
+        hot.is_some_and(|hot| {
+            hot.opened.iter().any(|opened| opened.ino == handle.ino && opened.mode == Mode::Passthrough)
+        })
+    }
+
+    /// A passthrough open, of which the kernel has not been told, that is to be served by the daemon after all. So are
+    /// the others under its inode number, which wait for this one, and all that come while the file stays in L1.
+    pub fn read_directly(self: &Arc<Self>, handle: &mut Handle) {
+        handle.mode = Mode::Direct;
+        self.with(|core| {
+            core.counters.opens_passthrough -= 1;
+            core.counters.opens_direct += 1;
+            let Some(idx) = core.by_id(handle.id) else { return };
+            let hot = core.hot_mut(idx);
+            hot.no_passthrough = true;
+            if let Some(opened) = hot.opened.iter_mut().find(|opened| opened.ino == handle.ino) {
+                opened.mode = Mode::Direct;
+            }
+            core.tidy(idx);
+        });
     }
 
     /// A descriptor of the file was closed. Whether that was its maker dying shows only now.
@@ -587,6 +684,13 @@ impl Store {
                 private.killed |= killed;
             }
         });
+    }
+
+    /// The other inode numbers need nobody to remember them.
+    pub fn forget(self: &Arc<Self>, ino: u64, lookups: u64) {
+        if ino >= ALIAS_BASE {
+            self.with(|core| core.forget(ino, lookups));
+        }
     }
 
     pub fn release(self: &Arc<Self>, handle: &Handle) {

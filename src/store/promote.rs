@@ -8,15 +8,14 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
 
 use nix::errno::Errno;
 use parking_lot::Mutex;
 
+use super::Store;
 use super::core::{Core, Effect, HOLE};
-use super::hot::{BLOCK, BlockIo, Mem, PendingRead, Place, block_len, blocks_for};
+use super::hot::{BLOCK, BlockIo, Mem, PendingRead, Place, Via, block_len, blocks_for};
 use super::node::{Idx, LOST, NONE, NodeId, SLOT};
-use super::{ReadReply, Store};
 use crate::l2::{Class, Direction, Io};
 use crate::memory::{AlignedBuf, Span};
 
@@ -28,13 +27,13 @@ const AROUND_BYTES_MAX: u64 = 64 << 20;
 /// Transfers from the device, to be submitted without the lock.
 pub struct Load {
     device: usize,
-    class: Class,
     parts: Vec<Part>,
     /// Memory of holes inside the file.
     zero: Vec<Span>,
 }
 
 struct Part {
+    class: Class,
     offset: u64,
     span: Span,
     group: Arc<Group>,
@@ -62,15 +61,23 @@ struct Check {
 
 enum Target {
     L1,
-    Around { span: Span, offset: u64, from: usize, len: usize, reply: ReadReply },
+    /// For the file's read of this number, whose bytes begin at `from`. It may have been answered: its time was over.
+    Around {
+        span: Span,
+        from: usize,
+        number: u32,
+    },
 }
 
-/// A read that waits for room to go around L1.
-pub struct AroundRead {
-    pub id: NodeId,
-    pub offset: u64,
-    pub len: usize,
-    pub reply: ReadReply,
+/// The blocks that a read touches, first and last.
+fn touched(read: &PendingRead) -> (usize, usize) {
+    ((read.offset / BLOCK) as usize, ((read.offset + read.len as u64 - 1) / BLOCK) as usize)
+}
+
+/// Memory that a read takes to go around L1.
+fn bytes_around(read: &PendingRead) -> u64 {
+    let (first, last) = touched(read);
+    (last - first + 1) as u64 * BLOCK
 }
 
 fn place_bytes(place: &Place) -> usize {
@@ -103,26 +110,27 @@ fn cut(place: &Place, span: &Span) -> (Vec<(u64, Span)>, Vec<Span>, Vec<Span>) {
 }
 
 impl Core {
-    /// Starts to bring `range` of `idx` into L1; what is there or on its way is left alone. False: no memory.
-    pub fn load_blocks(&mut self, idx: Idx, range: Range<usize>, demand: bool) -> bool {
+    /// Starts to bring the blocks `wanted` of `idx` into L1; what is there or on its way is left alone. The rest of a
+    /// file that can have a slab comes too, behind what anybody waits for. False: no memory.
+    pub fn load_blocks(&mut self, idx: Idx, wanted: Range<usize>) -> bool {
         self.size_blocks(idx);
-        let range = if self.take_promotion_slab(idx) { 0..blocks_for(self.node(idx).size) } else { range };
+        let whole = self.take_promotion_slab(idx);
+        let range = if whole { 0..blocks_for(self.node(idx).size) } else { wanted.clone() };
         let size = self.node(idx).size;
         // Into the slab only where all of the file is to be in it: under construction it may be smaller than the file.
         let whole = self.hot(idx).is_some_and(|hot| hot.slab.is_some() && hot.sealed() && !hot.mixed);
         let id = self.id(idx);
-        let mut load = Load {
-            device: usize::from(self.node(idx).device),
-            class: if demand { Class::Demand } else { Class::Promotion },
-            parts: Vec::new(),
-            zero: Vec::new(),
-        };
+        let mut load =
+            Load { device: usize::from(self.node(idx).device), parts: Vec::new(), zero: Vec::new() };
         let mut complete = true;
         let mut index = range.start;
         while index < range.end {
             let mut checks = Vec::new();
             let mut reads: Vec<(u64, Span)> = Vec::new();
-            let stop = range.end.min(index + if whole { GROUP_BLOCKS } else { 1 });
+            // A group does not reach from what is waited for into the rest.
+            let edge = [wanted.start, wanted.end].into_iter().find(|&edge| edge > index).unwrap_or(range.end);
+            let stop = range.end.min(edge).min(index + if whole { GROUP_BLOCKS } else { 1 });
+            let class = if wanted.contains(&index) { Class::Demand } else { Class::Promotion };
             for at in index..stop {
                 let block = &self.hot_mut(idx).blocks[at];
                 let hole = block.mem.is_none() && !self.has_place(idx, at);
@@ -174,6 +182,7 @@ impl Core {
             self.counters.promoting += 1;
             self.hot_mut(idx).transfers += 1;
             load.parts.extend(reads.into_iter().map(|(offset, span)| Part {
+                class,
                 offset,
                 span,
                 group: group.clone(),
@@ -236,19 +245,46 @@ impl Core {
         }
     }
 
-    /// Reads a range from the device without keeping it, or queues the read if too many do so.
-    pub fn read_around(&mut self, read: AroundRead) {
-        let Some(idx) = self.by_id(read.id) else {
-            return self.reply(move || (read.reply)(Err(Errno::EIO)));
-        };
-        let size = self.node(idx).size;
-        let (first, last) =
-            ((read.offset / BLOCK) as usize, ((read.offset + read.len as u64 - 1) / BLOCK) as usize);
-        let bytes = (last - first + 1) as u64 * BLOCK;
-        if self.around_bytes > 0 && self.around_bytes + bytes > AROUND_BYTES_MAX {
-            self.around_waiting.push_back(read);
-            return;
+    /// Reads a range from the device without keeping it, or has the read wait if too many do so.
+    pub fn read_around(&mut self, idx: Idx, mut read: PendingRead) {
+        let id = self.id(idx);
+        read.via = Via::Room;
+        self.park(idx, read);
+        self.around_waiting.push_back(id);
+        self.start_around(idx);
+    }
+
+    /// Starts reads that wait for memory to go around L1, in order, as long as there is some. One that needs no transfer
+    /// any more ends nothing that the next could wait for.
+    fn start_around(&mut self, keep: Idx) {
+        while let Some(&id) = self.around_waiting.front() {
+            let next = self.by_id(id).and_then(|idx| {
+                let reads = &self.hot(idx)?.reads;
+                let at = reads.iter().position(|read| read.via == Via::Room)?;
+                Some((idx, at, bytes_around(&reads[at])))
+            });
+            let Some((idx, at, bytes)) = next else {
+                // Answered meanwhile.
+                self.around_waiting.pop_front();
+                continue;
+            };
+            if self.around_bytes > 0 && self.around_bytes + bytes > AROUND_BYTES_MAX {
+                break;
+            }
+            self.around_waiting.pop_front();
+            let read = self.hot_mut(idx).reads.remove(at);
+            self.around_now(idx, read);
+            if idx != keep {
+                // It may have been all that kept the file.
+                self.tidy(idx);
+            }
         }
+    }
+
+    fn around_now(&mut self, idx: Idx, mut read: PendingRead) {
+        let size = self.node(idx).size;
+        let (first, last) = touched(&read);
+        let bytes = bytes_around(&read);
         let span = AlignedBuf::unwritten(bytes as usize);
         let (mut checks, mut reads) = (Vec::new(), Vec::new());
         for index in first..=last.min(blocks_for(size).saturating_sub(1)) {
@@ -279,29 +315,28 @@ impl Core {
         }
         let from = (read.offset - first as u64 * BLOCK) as usize;
         if reads.is_empty() {
-            let AroundRead { len, reply, .. } = read;
+            let PendingRead { len, reply, .. } = read;
             return self.reply(move || span.slice(from..from + len).with_bytes(|bytes| reply(Ok(bytes))));
         }
         self.around_bytes += bytes;
+        let number = self.hot_mut(idx).number();
+        read.via = Via::Around(number);
+        self.park(idx, read);
         let group = Arc::new(Group {
-            id: read.id,
+            id: self.id(idx),
             checks,
             remaining: AtomicU32::new(reads.len() as u32),
             failed: Mutex::new(None),
-            target: Mutex::new(Some(Target::Around {
-                span,
-                offset: read.offset,
-                from,
-                len: read.len,
-                reply: read.reply,
-            })),
+            target: Mutex::new(Some(Target::Around { span, from, number })),
         });
         self.counters.promoting += 1;
         self.hot_mut(idx).transfers += 1;
-        let parts =
-            reads.into_iter().map(|(offset, span)| Part { offset, span, group: group.clone() }).collect();
+        let parts = reads
+            .into_iter()
+            .map(|(offset, span)| Part { class: Class::Demand, offset, span, group: group.clone() })
+            .collect();
         let device = usize::from(self.node(idx).device);
-        self.effects.push(Effect::Load(Load { device, class: Class::Demand, parts, zero: Vec::new() }));
+        self.effects.push(Effect::Load(Load { device, parts, zero: Vec::new() }));
         self.tidy_list(idx);
     }
 
@@ -360,21 +395,25 @@ impl Core {
                 self.event(format!("bad block in {path}: {why}"));
             }
         }
-        if let Target::Around { span, offset, from, len, reply } = target {
+        if let Target::Around { span, from, number } = target {
             self.around_bytes = self.around_bytes.saturating_sub(span.len() as u64);
-            self.counters.read_around_bytes += len as u64;
-            if lost {
-                self.reply(move || reply(Err(Errno::EIO)));
-            } else if outdated {
-                let deadline = Instant::now() + self.settings.request_deadline;
-                self.hot_mut(idx).reads.push(PendingRead { offset, len, reply, deadline });
-                self.deadlines.push((deadline, group.id));
-            } else {
-                self.reply(move || span.slice(from..from + len).with_bytes(|bytes| reply(Ok(bytes))));
+            let reads = &mut self.hot_mut(idx).reads;
+            let at = reads.iter().position(|read| read.via == Via::Around(number));
+            if let Some(mut read) = at.map(|at| reads.remove(at)) {
+                self.counters.read_around_bytes += read.len as u64;
+                if outdated && !lost {
+                    read.via = Via::L1;
+                    self.park(idx, read);
+                } else {
+                    self.reply(move || match lost {
+                        true => (read.reply)(Err(Errno::EIO)),
+                        false => {
+                            span.slice(from..from + read.len).with_bytes(|bytes| (read.reply)(Ok(bytes)))
+                        }
+                    });
+                }
             }
-            if let Some(next) = self.around_waiting.pop_front() {
-                self.read_around(next);
-            }
+            self.start_around(idx);
         }
         if self.tree.nodes.get(idx).is_some() {
             self.answer_reads(idx);
@@ -398,7 +437,7 @@ impl Store {
             let group = part.group;
             engine.submit(Io {
                 direction: Direction::Read,
-                class: load.class,
+                class: part.class,
                 offset: volume.data_offset(load.device) + part.offset,
                 span: part.span,
                 done: Box::new(move |result| {

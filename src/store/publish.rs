@@ -6,28 +6,34 @@ use nix::errno::Errno;
 
 use super::core::Core;
 use super::hot::{BLOCK, BlockIo, Mem, Phase, WriteBack, block_len, blocks_for};
-use super::node::{Idx, Kind, MOVED, NAMED, NONE, NodeId};
+use super::node::{Idx, Kind, LOST, META_DIRTY, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
+use super::patience::Once;
 use super::{Store, UnitReply};
-use crate::writeback::queue::Work;
+use crate::writeback::queue::{Barrier, Work};
 
 impl Core {
     /// The last writable handle of `idx` is gone.
     pub fn complete(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
         match &hot.phase {
-            Phase::Private(private) if private.killed || !private.opened || private.parent == NONE => {
-                self.discard(idx);
+            Phase::Private(private) if private.killed => {
+                self.discard(idx, Some("its writer was killed before it closed the file"));
             }
+            Phase::Private(private) if private.lacks.is_some() => {
+                self.discard(idx, Some("a write to it failed, so it is not whole"));
+            }
+            Phase::Private(private) if !private.opened || private.parent == NONE => self.discard(idx, None),
             // The version of its name that was closed after it is there already (R1: the last complete one wins).
             Phase::Private(private) if private.closed > 0 && private.closed <= private.outdated => {
-                self.discard(idx);
+                self.discard(idx, None);
             }
             Phase::Private(_) => {
+                // If it could not be shown, it may be gone by now.
                 if self.show(idx) {
                     self.seal(idx);
+                    self.answer_lookups(idx);
                 }
-                self.answer_lookups(idx);
             }
             Phase::Open if hot.base.is_some() => self.undo_copy_on_write(idx),
             Phase::Open => self.seal(idx),
@@ -35,25 +41,25 @@ impl Core {
         }
     }
 
-    /// Gives a private version up: nobody ever saw it.
-    fn discard(&mut self, idx: Idx) {
+    /// Gives a private version up: nobody ever saw it. `why`, if its writer expects something else.
+    fn discard(&mut self, idx: Idx, why: Option<&str>) {
         // Its maker may have found it just now, before its RELEASE came, and be about to open it.
-        self.remember_name(idx);
+        let (parent, name) = self.home(idx);
+        let instead = if parent == NONE { None } else { self.tree.child(parent, name) };
+        self.remember_name(idx, instead);
         self.node_mut(idx).set(MOVED, true);
         let hot = self.hot_mut(idx);
         if let Some(private) = hot.private_mut() {
             let (parent, name) = (private.parent, std::mem::take(&mut private.name));
-            let killed = private.killed;
             private.parent = NONE;
             if parent != NONE {
+                // An fsync of whoever still has it open must not say that it is kept.
+                hot.failed |= why.is_some();
                 self.tree.remove_private(idx, parent, &name);
-                if killed {
+                if let Some(why) = why {
                     self.counters.discarded += 1;
-                    let path = self.tree.path(parent);
-                    self.event(format!(
-                        "discarded {path}/{}: its writer was killed before it closed the file",
-                        String::from_utf8_lossy(&name)
-                    ));
+                    let path = self.tree.path_of(parent, &name);
+                    self.event(format!("discarded {path}: {why}"));
                 }
             }
         }
@@ -61,28 +67,35 @@ impl Core {
         self.reap(idx);
     }
 
+    /// The directory `parent` is gone. Files that are being written there have lost the place where they would appear,
+    /// and with it their claim to a name: the directory's position will be another's.
+    pub fn discard_privates_in(&mut self, parent: Idx) {
+        let all: Vec<Idx> = self.tree.privates_in(parent).map(|(idx, _)| idx).collect();
+        for idx in all {
+            let expected = self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.opened);
+            self.discard(idx, expected.then_some("its directory was removed"));
+        }
+    }
+
     /// Makes a private version visible under its name, in place of what is there. Whether it could.
     fn show(&mut self, idx: Idx) -> bool {
-        let hot = self.hot_mut(idx);
-        let Some(private) = hot.private_mut() else { return true };
-        let (parent, name, closed) = (private.parent, std::mem::take(&mut private.name), private.closed);
-        private.parent = NONE;
-        self.tree.remove_private(idx, parent, &name);
-        self.outdate(parent, &name, idx, closed);
-        let alive =
-            self.tree.nodes.get(parent).is_some_and(|node| {
-                node.kind() == Kind::Dir && (parent == super::node::ROOT || node.has(NAMED))
-            });
+        let Some(private) = self.hot(idx).and_then(|hot| hot.private()) else { return true };
+        let (parent, name, closed) = (private.parent, private.name.clone(), private.closed);
+        let (by, replaces) = (private.uid, private.replaces);
         let target = self.tree.child(parent, &name);
-        let blocked = target.is_some_and(|target| self.node(target).kind() == Kind::Dir);
-        if !alive || blocked {
-            let why = if alive { "a directory has that name" } else { "its directory is gone" };
-            let path = self.tree.path(parent);
-            self.event(format!("discarded {path}/{}: {why}", String::from_utf8_lossy(&name)));
-            self.counters.discarded += 1;
-            self.reap(idx);
+        let refused = target.and_then(|target| {
+            if self.node(target).kind() == Kind::Dir {
+                return Some("a directory has that name");
+            }
+            let may = self.may_remove(parent, target, by) || replaces == Some(self.node(target).uid);
+            (!may).then_some("a file of another user has that name")
+        });
+        if refused.is_some() {
+            self.discard(idx, refused);
             return false;
         }
+        self.tree.remove_private(idx, parent, &name);
+        self.outdate(parent, &name, idx, closed, by);
         self.hot_mut(idx).phase = Phase::Open;
         if let Some(target) = target {
             self.drop_name(target, Some(idx), true);
@@ -98,10 +111,12 @@ impl Core {
         true
     }
 
-    /// Versions of `name` that were closed by then, and whose RELEASE is still on its way, come too late.
-    pub fn outdate(&mut self, parent: Idx, name: &[u8], but: Idx, closed: u64) {
+    /// Versions of `name` that were closed by then, and whose RELEASE is still on its way, come too late, as far as the
+    /// user `by` may have them removed.
+    pub fn outdate(&mut self, parent: Idx, name: &[u8], but: Idx, closed: u64, by: u32) {
         for idx in self.tree.privates(parent, name).to_vec() {
             if idx != but
+                && self.may_remove(parent, idx, by)
                 && let Some(private) = self.hot_mut(idx).private_mut()
             {
                 private.outdated = private.outdated.max(closed);
@@ -111,8 +126,9 @@ impl Core {
 
     /// A private file that is grown beyond the slot limit, or fsynced, is visible from then on.
     pub fn show_early(&mut self, idx: Idx) {
-        let waits =
-            self.hot(idx).is_some_and(|hot| hot.private().is_some_and(|private| private.parent != NONE));
+        let waits = self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| {
+            private.parent != NONE && !private.killed && private.lacks.is_none() && !self.node(idx).has(LOST)
+        });
         if waits && self.show(idx) {
             self.answer_lookups(idx);
         }
@@ -136,9 +152,11 @@ impl Core {
                 // Credit for a write that never came.
                 let (charge, reserved) =
                     (std::mem::take(&mut block.charge), std::mem::take(&mut block.reserved));
-                self.uncharge(charge, reserved);
+                let device = self.node(idx).device;
+                self.uncharge(device, charge, reserved);
             }
         }
+        self.stop_building(idx);
         let hot = self.hot_mut(idx);
         hot.phase = Phase::Sealed;
         hot.crc_to = usize::MAX;
@@ -160,7 +178,6 @@ impl Core {
     /// Makes a slab exactly as long as its file, so that the kernel may read from it.
     fn seal_slab(&mut self, idx: Idx, size: u64) {
         let blocks = blocks_for(size);
-        let memory_only = self.settings.memory_only;
         let hot = self.hot_mut(idx);
         let Some(slab) = hot.slab.clone() else { return };
         let covered = hot
@@ -178,18 +195,17 @@ impl Core {
         }
         hot.define_to(size);
         hot.blocks.resize_with(blocks.max(hot.blocks.len()), Default::default);
-        let mut fresh = Vec::new();
-        for (index, block) in hot.blocks.iter_mut().enumerate().take(blocks) {
-            if block.mem.is_none() {
-                block.mem = Mem::Slab;
-                block.dirty = true;
-                fresh.push(index);
-            }
+        // What nobody wrote is in the slab, as zeros, and stays a hole on the device: it takes neither credit nor room,
+        // which nobody could wait for here.
+        for block in hot.blocks.iter_mut().take(blocks).filter(|block| block.mem.is_none()) {
+            block.mem = Mem::Slab;
         }
         drop(slab);
         if let Some(slab) = &hot.slab {
             let pages = u32::try_from(size.div_ceil(4096)).unwrap_or(u32::MAX);
-            let fits = slab.pages() == pages || (!slab.is_lent() && slab.resize(pages));
+            // Pages that somebody is reading stay: the file may have been cut since that read began.
+            let unread = hot.pins == 0 || hot.pinned_to <= u64::from(pages) * 4096;
+            let fits = slab.pages() == pages || (unread && !slab.is_lent() && slab.resize(pages));
             if !fits || slab.set_len(size).is_err() {
                 // The kernel would show its length as the file's.
                 log::warn!("a slab of {} pages could not be cut to {size} bytes", slab.pages());
@@ -198,17 +214,6 @@ impl Core {
                 hot.mixed = true;
             }
             slab.announce();
-        }
-        if !memory_only {
-            // Zeros that nobody wrote: a hole in the middle of the file. They take room like any other bytes.
-            for index in fresh {
-                let pages = (block_len(size, index) as u32).div_ceil(4096);
-                self.dirty_pages += u64::from(pages);
-                self.space.reserved += u64::from(pages);
-                let block = &mut self.hot_mut(idx).blocks[index];
-                block.charge += pages;
-                block.reserved += pages;
-            }
         }
     }
 
@@ -227,15 +232,25 @@ impl Core {
         seq
     }
 
-    /// Replies when everything accepted so far is durable.
-    pub fn barrier(&mut self, reply: UnitReply) {
+    /// Replies when everything accepted so far is durable. `once` is what `reply` was made of, if it has a deadline.
+    pub fn barrier(&mut self, reply: UnitReply, once: Option<Once>) {
         if self.settings.memory_only {
             return self.reply(move || reply(Ok(())));
         }
         if self.poisoned {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
-        self.queue.push(Work::Barrier(Some(reply)));
+        // A name or attribute that changed on a version without bytes of its own belongs to the original's record.
+        let without_bytes: Vec<Idx> = self
+            .building
+            .values()
+            .filter_map(|id| self.by_id(*id))
+            .filter(|&idx| self.node(idx).has(NAMED) && self.hot(idx).is_some_and(|hot| hot.base.is_some()))
+            .collect();
+        for idx in without_bytes {
+            self.stand_in(idx);
+        }
+        self.queue.push(Work::Barrier(Barrier { reply, once, since: None }));
         self.queue.urgent = true;
         self.wakes.writer = true;
         self.wakes.committer = true;
@@ -243,28 +258,61 @@ impl Core {
 
     fn fsync(&mut self, id: NodeId, reply: UnitReply) {
         let Some(idx) = self.by_id(id) else { return self.reply(move || reply(Ok(()))) };
-        self.show_early(idx);
-        let Some(idx) = self.by_id(id) else { return self.reply(move || reply(Err(Errno::EIO))) };
-        let hot = self.hot_mut(idx);
-        if std::mem::take(&mut hot.failed) || self.poisoned {
+        let lacks =
+            self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.lacks.is_some());
+        let lost = lacks || self.node(idx).has(LOST);
+        if std::mem::take(&mut self.hot_mut(idx).failed) || lost || self.poisoned {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
-        let settled = self.settings.memory_only || !self.node(idx).has(NAMED);
-        if settled || (self.is_durable(idx) && !self.node(idx).has(super::node::META_DIRTY)) {
+        self.show_early(idx);
+        let Some(idx) = self.by_id(id) else { return self.reply(move || reply(Err(Errno::EIO))) };
+        if std::mem::take(&mut self.hot_mut(idx).failed) {
+            // It could not be shown.
+            return self.reply(move || reply(Err(Errno::EIO)));
+        }
+        if self.settings.memory_only || !self.node(idx).has(NAMED) {
+            return self.reply(move || reply(Ok(())));
+        }
+        let idx = self.stand_in(idx);
+        if self.is_durable(idx) && !self.node(idx).has(META_DIRTY) {
             return self.reply(move || reply(Ok(())));
         }
         let seq = self.store_soon(idx);
+        let reply = self.by_deadline(reply).into_reply();
         self.hot_mut(idx).fsyncs.push((seq, reply));
         self.queue.urgent = true;
         self.wakes.committer = true;
         self.wakes.writer = true;
     }
 
+    /// Whose record makes durable what `idx` shows: a copy-on-write version that nobody wrote to has no bytes of its
+    /// own, so that is the original's, under the name and with the attributes that it goes by now.
+    fn stand_in(&mut self, idx: Idx) -> Idx {
+        let Some(base) = self.hot(idx).and_then(|hot| hot.base).and_then(|base| self.by_id(base)) else {
+            return idx;
+        };
+        let node = self.node(idx);
+        let (parent, name) = ((node.parent, node.parent_generation), node.name.clone());
+        let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
+        let xattrs = node.xattrs.clone();
+        let node = self.node_mut(base);
+        let same = ((node.parent, node.parent_generation), &node.name, &node.xattrs)
+            == (parent, &name, &xattrs)
+            && (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) == attributes;
+        if !same {
+            (node.parent, node.parent_generation) = parent;
+            (node.name, node.xattrs) = (name, xattrs);
+            (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
+            self.changed(base);
+        }
+        base
+    }
+
     /// Whether a file under construction has bytes that could go to the device early.
     pub fn spillable(&self, idx: Idx) -> bool {
         self.hot(idx).is_some_and(|hot| {
             !hot.sealed()
-                && hot.pins == 0
+                && !hot.writing
                 && hot
                     .blocks
                     .iter()
@@ -282,7 +330,9 @@ impl Core {
         let has_data = |index: usize| {
             let node = self.node(target);
             match &node.hot {
-                Some(hot) if hot.blocks.get(index).is_some_and(|block| !block.mem.is_none()) => true,
+                Some(hot) if hot.blocks.get(index).is_some_and(|block| !block.mem.is_none()) => {
+                    !self.is_hole_in_slab(target, index)
+                }
                 Some(hot) if hot.slab.is_some() && !hot.sealed() && (index as u64 * BLOCK) < hot.valid_to => {
                     true
                 }

@@ -6,10 +6,9 @@ use std::time::Instant;
 use nix::errno::Errno;
 
 use super::core::{Core, Effect};
-use super::hot::{BLOCK, Block, PendingRead};
+use super::hot::{BLOCK, Block, PendingRead, Via};
 use super::node::{Idx, NodeId};
 use super::open::Handle;
-use super::promote::AroundRead;
 use super::{ReadReply, Store};
 use crate::memory::Span;
 
@@ -87,6 +86,7 @@ impl Core {
             block.referenced = true;
         }
         hot.promoted_unread = false;
+        hot.pinned_to = if hot.pins == 0 { end } else { hot.pinned_to.max(end) };
         hot.pins += 1;
         let sealed = hot.sealed();
         if hot.in_l1_list {
@@ -110,7 +110,6 @@ impl Core {
                 let len = (len as u64).min(size - offset) as usize;
                 let last = ((offset + len as u64 - 1) / BLOCK) as usize;
                 let range = (offset / BLOCK) as usize..last + 1;
-                let id = self.id(idx);
                 let reading = |core: &Self| {
                     core.hot(idx).is_some_and(|hot| {
                         range.clone().all(|index| {
@@ -121,18 +120,27 @@ impl Core {
                 };
                 // Whoever bypasses caches does not fill ours, but joins a promotion that is on its way.
                 let loading =
-                    if handle.uncached { reading(self) } else { self.load_blocks(idx, range.clone(), true) };
-                if !loading && !reading(self) {
-                    return self.read_around(AroundRead { id, offset, len, reply });
-                }
+                    if handle.uncached { reading(self) } else { self.load_blocks(idx, range.clone()) };
                 let deadline = Instant::now() + self.settings.request_deadline;
-                let hot = self.hot_mut(idx);
-                hot.reads.push(PendingRead { offset, len, reply, deadline });
-                if hot.reads.len() == 1 {
-                    self.deadlines.push((deadline, id));
+                let read = PendingRead { via: Via::L1, offset, len, reply, deadline };
+                if !loading && !reading(self) {
+                    return self.read_around(idx, read);
                 }
+                self.park(idx, read);
                 self.answer_reads(idx);
             }
+        }
+    }
+
+    /// Has a read wait, at most until its deadline.
+    pub fn park(&mut self, idx: Idx, read: PendingRead) {
+        let id = self.id(idx);
+        let hot = self.hot_mut(idx);
+        let first = hot.reads.iter().all(|other| other.deadline > read.deadline);
+        let deadline = read.deadline;
+        hot.reads.push(read);
+        if first {
+            self.deadlines.push((deadline, id));
         }
     }
 
@@ -142,6 +150,10 @@ impl Core {
         let waiting = std::mem::take(&mut hot.reads);
         let mut still = Vec::new();
         for read in waiting {
+            if matches!(read.via, Via::Around(_)) {
+                still.push(read);
+                continue;
+            }
             match self.plan_read(idx, read.offset, read.len) {
                 Plan::Ready(ready) => {
                     self.effects.push(Effect::Serve(Box::new(Served { ready, reply: read.reply })));
@@ -151,16 +163,10 @@ impl Core {
                 Plan::Lacks => {
                     let last = ((read.offset + read.len as u64 - 1) / BLOCK) as usize;
                     let range = (read.offset / BLOCK) as usize..last + 1;
-                    if self.load_blocks(idx, range, true) {
+                    if read.via == Via::Room || self.load_blocks(idx, range) {
                         still.push(read);
                     } else {
-                        let id = self.id(idx);
-                        self.read_around(AroundRead {
-                            id,
-                            offset: read.offset,
-                            len: read.len,
-                            reply: read.reply,
-                        });
+                        self.read_around(idx, read);
                     }
                 }
             }
@@ -173,15 +179,13 @@ impl Core {
     fn unpin(&mut self, id: NodeId) {
         if let Some(idx) = self.by_id(id) {
             self.hot_mut(idx).pins -= 1;
-            self.wake_if_unpinned(idx);
             self.close_if_done(idx);
         }
     }
 
-    /// The writer copies from a file under construction only while nobody else copies; it may have found somebody.
-    pub fn wake_if_unpinned(&mut self, idx: Idx) {
-        let hot = self.hot_mut(idx);
-        if hot.pins == 0 && !hot.sealed() {
+    /// The worker copies from a file under construction only while nobody writes to it; it may have found somebody.
+    pub fn wake_if_unwritten(&mut self, idx: Idx) {
+        if !self.hot_mut(idx).sealed() {
             self.wakes.writer |= !self.queue.is_empty() || !self.waiters.is_empty();
         }
     }

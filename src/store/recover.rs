@@ -5,12 +5,21 @@
 //! directory, two of one name) cannot come from a crash, since commits are whole; but if it is there, it is dropped and
 //! said, never guessed at.
 
+use super::attr::{NAME_MAX, XATTRS_MAX};
 use super::core::HOLE;
-use super::node::{COMMITTED, Crcs, DURABLE, Detail, Dir, Extents, Idx, Kind, Node, NodeId, ROOT, SLOT};
+use super::hot::blocks_for;
+use super::node::{
+    COMMITTED, Crcs, DURABLE, Detail, Dir, Extents, GENERATION_MAX, Idx, Kind, NAMED, Node, NodeId, ROOT,
+    SLOT,
+};
 use super::tree::Tree;
 use crate::l2::record::{Put, Record};
 use crate::l2::volume::CatalogReader;
 use crate::l2::{Allocator, Extent};
+
+const NO_DIRECTORY: &str = "its directory is not there";
+/// Places in a directory are far from here, and from where cookies of listings would overflow.
+const SEQ_END: u64 = 1 << 62;
 
 /// The state of a store as its catalog tells it.
 pub struct Recovered {
@@ -21,17 +30,51 @@ pub struct Recovered {
     pub by_recency: Vec<Idx>,
     /// Records that were dropped, and why.
     pub dropped: Vec<(NodeId, String)>,
+    /// Records that were never taken, since no node can be like that. The next checkpoint is without them.
+    pub refused: Refused,
 }
+
+#[derive(Default)]
+pub struct Refused {
+    pub count: u64,
+    /// The first of them, and why.
+    pub first: Vec<(NodeId, &'static str)>,
+}
+
+/// How many refused records are told one by one.
+const REFUSED_TOLD: usize = 32;
 
 pub struct Recovery {
     tree: Tree,
     allocators: Vec<Allocator>,
-    parents: Vec<(Idx, u64)>,
+    /// Bytes of data on all devices, and so of the largest file.
+    size_max: u64,
+    positions_max: u64,
+    parents: Vec<(Idx, Idx)>,
+    refused: Refused,
+}
+
+/// Positions of nodes in a store for this many files: more than files, since who has been removed keeps its own until
+/// that is committed. Bounds what a record can make us allocate.
+pub fn positions_max(files_max: u64) -> u64 {
+    files_max.saturating_mul(2).saturating_add(1 << 16).min(u64::from(u32::MAX))
+}
+
+/// What the way from a directory to the root is like.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Unknown,
+    /// Being looked at: who comes back here goes in circles.
+    Looking,
+    Good,
+    Bad,
 }
 
 impl CatalogReader for Recovery {
-    fn devices(&mut self, data_blocks: &[u64]) {
+    fn devices(&mut self, data_blocks: &[u64], files_max: u64) {
         self.allocators = data_blocks.iter().copied().map(Allocator::new).collect();
+        self.size_max = data_blocks.iter().sum::<u64>() * 4096;
+        self.positions_max = positions_max(files_max);
     }
 
     fn record(&mut self, record: Record) {
@@ -44,7 +87,15 @@ impl CatalogReader for Recovery {
             }
             Record::Put(put) => {
                 let id = NodeId(put.id);
-                self.tree.nodes.restore(id, node(*put));
+                match self.flaw(&put) {
+                    None => drop(self.tree.nodes.restore(id, node(*put))),
+                    Some(why) => {
+                        self.refused.count += 1;
+                        if self.refused.first.len() < REFUSED_TOLD {
+                            self.refused.first.push((id, why));
+                        }
+                    }
+                }
             }
         }
     }
@@ -57,7 +108,56 @@ impl Recovery {
         let mut root = Node::new(Detail::Dir(Box::default()), 0o755, uid, gid, super::core::now());
         root.set(DURABLE | COMMITTED, true);
         tree.nodes.insert(root);
-        Self { tree, allocators: Vec::new(), parents: Vec::new() }
+        Self {
+            tree,
+            allocators: Vec::new(),
+            size_max: 0,
+            positions_max: 0,
+            parents: Vec::new(),
+            refused: Refused::default(),
+        }
+    }
+
+    /// Why no node of ours can be like this. A checksum only tells that a record is as it was written, not by whom.
+    fn flaw(&self, put: &Put) -> Option<&'static str> {
+        let id = NodeId(put.id);
+        let is_root = id.idx() == ROOT;
+        let blocks = blocks_for(put.size) as u64;
+        let name = put.name.as_slice();
+        let xattrs: usize = put.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum();
+        let flaws = [
+            (u64::from(id.idx()) >= self.positions_max, "its number is beyond what the store has room for"),
+            (!(1..=GENERATION_MAX).contains(&id.generation()), "its generation cannot be"),
+            (
+                is_root && (put.kind != 1 || put.parent != 0 || id != self.tree.nodes.id(ROOT)),
+                "it is no root",
+            ),
+            (put.mode > 0o7777, "its mode has unknown bits"),
+            (put.seq >= SEQ_END, "its place in the directory cannot be"),
+            (put.size > self.size_max, "it is larger than the store"),
+            (
+                put.kind != 0 && !(put.extents.is_empty() && put.crcs.is_empty()),
+                "it has blocks and is no file",
+            ),
+            (put.kind != 2 && !put.target.is_empty(), "it has a target and is no link"),
+            (put.target.len() > libc::PATH_MAX as usize, "its target is too long"),
+            (put.extents.iter().any(|extent| extent.blocks == 0), "one of its extents is empty"),
+            (put.crcs.len() as u64 > blocks, "it has more checksums than blocks"),
+            (
+                !put.extents.is_empty() && usize::from(put.device) >= self.allocators.len(),
+                "its device is not there",
+            ),
+            (xattrs > 2 * XATTRS_MAX, "its attributes are too large"),
+            (
+                is_root != name.is_empty()
+                    || name.len() > NAME_MAX
+                    || name == b"."
+                    || name == b".."
+                    || name.iter().any(|byte| matches!(byte, 0 | b'/')),
+                "its name cannot be",
+            ),
+        ];
+        flaws.into_iter().find(|(flaw, _)| *flaw).map(|(_, why)| why)
     }
 
     /// Ties everything together.
@@ -73,17 +173,19 @@ impl Recovery {
             let parent_idx =
                 if parent.0 == 0 { Some(ROOT) } else { self.tree.nodes.by_id(parent).map(|_| parent.idx()) };
             match parent_idx.filter(|&at| self.tree.nodes[at].kind() == Kind::Dir) {
-                Some(parent) => self.parents.push((idx, u64::from(parent))),
-                None => lost.push((idx, "its directory is not there".to_owned())),
+                Some(parent) => self.parents.push((idx, parent)),
+                None => lost.push((idx, NO_DIRECTORY.to_owned())),
             }
         }
-        for (idx, _) in &self.parents {
-            self.tree.nodes[*idx].recency = super::node::Links::default();
+        for idx in 0..self.tree.nodes.end() {
+            if let Some(node) = self.tree.nodes.get_mut(idx) {
+                node.recency = super::node::Links::default();
+            }
         }
         let parents = std::mem::take(&mut self.parents);
         for (idx, parent) in parents {
-            let parent = parent as Idx;
             let name = self.tree.nodes[idx].name.clone();
+            let mut instead = None;
             if let Some(other) = self.tree.child(parent, &name) {
                 // A crash between a checkpoint and the commit that removes the older version.
                 let older = if self.tree.nodes[other].seq < self.tree.nodes[idx].seq { other } else { idx };
@@ -91,10 +193,19 @@ impl Recovery {
                 if older == idx {
                     continue;
                 }
+                instead = Some(other);
+            }
+            let seq = self.tree.nodes[idx].seq;
+            if let Some(other) = instead {
                 self.tree.unlink(other);
+            }
+            if self.tree.nodes[parent].dir().is_some_and(|dir| dir.children.contains_key(&seq)) {
+                lost.push((idx, "another has its place in the directory".to_owned()));
+                continue;
             }
             self.tree.link_restored(idx, parent);
         }
+        self.drop_unreachable(&mut lost);
         for (idx, why) in lost {
             dropped.push((self.tree.nodes.id(idx), why));
         }
@@ -105,7 +216,6 @@ impl Recovery {
             self.tree.nodes[idx].extents = Extents::None;
             self.tree.unlink(idx);
         }
-        // What hangs below a directory that was dropped goes with it the next time; it is unreachable until then.
         let mut by_recency: Vec<Idx> = (1..self.tree.nodes.end())
             .filter(|idx| {
                 !gone.contains(idx)
@@ -117,7 +227,36 @@ impl Recovery {
             })
             .collect();
         by_recency.sort_by_key(|&idx| self.tree.nodes[idx].atime.max(self.tree.nodes[idx].mtime));
-        Recovered { tree: self.tree, allocators: self.allocators, allocated_pages, by_recency, dropped }
+        let Self { tree, allocators, refused, .. } = self;
+        Recovered { tree, allocators, allocated_pages, by_recency, dropped, refused }
+    }
+
+    /// What hangs below a directory that was dropped, or below itself, goes too: nobody can get at it, and the position
+    /// of its directory will be another's.
+    fn drop_unreachable(&mut self, lost: &mut Vec<(Idx, String)>) {
+        let mut ways = vec![Way::Unknown; self.tree.nodes.end() as usize];
+        ways[ROOT as usize] = Way::Good;
+        let mut climbed = Vec::new();
+        for idx in 1..self.tree.nodes.end() {
+            let Some(node) = self.tree.nodes.get(idx).filter(|node| node.has(NAMED)) else { continue };
+            let mut at = node.parent;
+            while ways[at as usize] == Way::Unknown {
+                ways[at as usize] = Way::Looking;
+                climbed.push(at);
+                at = match self.tree.nodes.get(at).filter(|node| node.has(NAMED)) {
+                    Some(node) => node.parent,
+                    None => break,
+                };
+            }
+            let way = if ways[at as usize] == Way::Good { Way::Good } else { Way::Bad };
+            climbed.drain(..).for_each(|at| ways[at as usize] = way);
+            if way == Way::Bad {
+                lost.push((idx, NO_DIRECTORY.to_owned()));
+            }
+        }
+        for (idx, _) in lost.iter() {
+            self.tree.unlink(*idx);
+        }
     }
 
     /// Marks every extent as taken.
@@ -125,13 +264,17 @@ impl Recovery {
         let gone: std::collections::HashSet<Idx> = dropped.iter().map(|(id, _)| id.idx()).collect();
         let mut pages = 0;
         for idx in 1..self.tree.nodes.end() {
-            let Some(node) = self.tree.nodes.get(idx) else { continue };
+            let Some(node) = self.tree.nodes.get_mut(idx) else { continue };
+            let device = usize::from(node.device);
+            if device >= self.allocators.len() {
+                // Nothing may ask for a device that is not there.
+                node.device = 0;
+            }
             if gone.contains(&idx) {
                 continue;
             }
             let extents: Vec<Extent> =
                 node.extents.as_slice().iter().copied().filter(|extent| extent.start != HOLE).collect();
-            let device = usize::from(node.device);
             let mut claimed = Vec::new();
             let mut wrong = None;
             for extent in extents {
@@ -181,3 +324,6 @@ fn node(put: Put) -> Node {
     node.recency = super::node::Links { prev: (put.parent >> 32) as u32, next: put.parent as u32 };
     node
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,12 +3,11 @@
 use super::change::Stop;
 use super::core::Core;
 use super::hot::{Block, BlockIo, Mem, WriteBack};
-use super::lists::{Chain, Ends, Recency};
+use super::lists::{Ends, Recency};
 use super::node::{COMMITTED, Idx, Kind, LOST, NONE};
 use crate::l1::{Chunk, Slab};
 
-/// How many files a search for one that may leave looks at. What may not leave is open, dirty or new, and so is
-/// mostly at the other end of the list.
+/// How many files a search for one of which L1 may drop something looks at. The list has few others.
 const SEARCH_MAX: usize = 4096;
 /// How many files may be dropped from L1 for one request for memory.
 const DROPS_MAX: usize = 4096;
@@ -69,7 +68,7 @@ impl Core {
         }
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return false };
-        if hot.passthrough_handles() > 0 || hot.pins > 0 || hot.promoting > 0 || !hot.reads.is_empty() {
+        if hot.passthrough_handles() > 0 || hot.pins > 0 || !hot.reads.is_empty() {
             return false;
         }
         if self.slab_droppable(idx) {
@@ -83,7 +82,8 @@ impl Core {
     fn slab_droppable(&self, idx: Idx) -> bool {
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return false };
-        if hot.slab.is_none() || hot.transfers > 0 {
+        // What could not be stored may be here alone.
+        if hot.slab.is_none() || hot.transfers > 0 || node.has(LOST) {
             return false;
         }
         if hot.sealed() && !hot.mixed {
@@ -92,11 +92,12 @@ impl Core {
                 && (hot.placed || !node.extents.as_slice().is_empty());
         }
         // Beside the slab there may be chunks, for what came when the slab could not grow.
-        hot.blocks
-            .iter()
-            .enumerate()
-            .filter(|(_, block)| matches!(block.mem, Mem::Slab))
-            .all(|(index, block)| !block.dirty && block.io == BlockIo::Idle && self.has_place(idx, index))
+        hot.blocks.iter().enumerate().filter(|(_, block)| matches!(block.mem, Mem::Slab)).all(
+            |(index, block)| {
+                // Without a place and without credit it is a hole, which was in the slab when the file was sealed.
+                !block.dirty && block.io == BlockIo::Idle && (block.charge == 0 || self.has_place(idx, index))
+            },
+        )
     }
 
     fn chunk_droppable(&self, idx: Idx, index: usize, block: &Block) -> bool {
@@ -118,6 +119,7 @@ impl Core {
             hot.slab = None;
             hot.valid_to = 0;
             hot.mixed = false;
+            hot.no_passthrough = false;
             for block in hot.blocks.iter_mut().filter(|block| matches!(block.mem, Mem::Slab)) {
                 block.mem = Mem::None;
             }
@@ -143,34 +145,113 @@ impl Core {
         self.tidy(idx);
     }
 
-    /// Sets `pages` of the device aside. Files that nobody uses leave for it, the longest unused first.
-    pub fn reserve(&mut self, pages: u64) -> Result<(), Stop> {
-        while self.space.used() + pages > self.settings.capacity_pages {
+    /// Sets `pages` of its device aside for a file. Files that nobody uses leave for it, the longest unused first.
+    ///
+    /// A file is on one device, and what is set aside for it is there too. As long as nothing of it is stored, it may
+    /// still go to another.
+    pub fn reserve(&mut self, idx: Idx, pages: u64) -> Result<(), Stop> {
+        while self.is_catalog_full() {
             if !self.settings.evict {
                 return Err(Stop::Fail(self.no_space()));
             }
             if !self.evict_file() {
                 // What is being stored can leave once it is; if nothing is, all that is left is in use.
-                let coming = self.queue.pending() || self.space.leaving > 0;
+                let coming =
+                    self.queue.pending() || self.space.devices.iter().any(|device| device.leaving > 0);
                 return Err(if coming { Stop::Room } else { Stop::Fail(self.no_space()) });
             }
         }
-        self.space.reserved += pages;
-        self.space.peak = self.space.peak.max(self.space.used());
+        if self.is_nowhere(idx) {
+            let emptiest = self.space.emptiest();
+            self.set_device(idx, emptiest);
+        }
+        let device = self.node(idx).device;
+        if self.space.on(device).free() < pages {
+            // First where there is room, then where it can be made.
+            let held = self.only_reserved(idx);
+            let others = (0..self.space.devices.len() as u8).filter(|&other| other != device);
+            let room = |core: &Self, other: u8| core.space.devices[usize::from(other)].free();
+            let free = held.and_then(|held| others.clone().find(|&other| room(self, other) >= held + pages));
+            let chosen = free.or_else(|| self.make_room(device, pages).then_some(device)).or_else(|| {
+                held.and_then(|held| others.clone().find(|&at| self.make_room(at, held + pages)))
+            });
+            match chosen {
+                Some(other) if other != device => self.move_reserved(idx, other),
+                Some(_) => {}
+                None => return Err(self.why_no_room(device)),
+            }
+        }
+        let device = self.node(idx).device;
+        self.space.on(device).reserved += pages;
+        self.space.note_peak();
         Ok(())
     }
 
+    /// Whether nothing ties a file to its device.
+    fn is_nowhere(&self, idx: Idx) -> bool {
+        self.hot(idx).is_some_and(|hot| {
+            hot.placed
+                && hot.transfers == 0
+                && hot.blocks.iter().all(|block| block.reserved == 0 && block.place.is_empty())
+        })
+    }
+
+    /// The pages that are set aside for a file, if that is all that ties it to its device.
+    fn only_reserved(&self, idx: Idx) -> Option<u64> {
+        let hot = self.hot(idx)?;
+        let nowhere =
+            hot.placed && hot.transfers == 0 && hot.blocks.iter().all(|block| block.place.is_empty());
+        nowhere.then(|| hot.blocks.iter().map(|block| u64::from(block.reserved)).sum())
+    }
+
+    fn move_reserved(&mut self, idx: Idx, to: u8) {
+        let from = self.node(idx).device;
+        let held: u64 = self.hot_mut(idx).blocks.iter().map(|block| u64::from(block.reserved)).sum();
+        self.space.on(from).reserved -= held;
+        self.space.on(to).reserved += held;
+        self.set_device(idx, to);
+    }
+
+    /// Has files leave a device until `pages` of it are free. Whether they are.
+    fn make_room(&mut self, device: u8, pages: u64) -> bool {
+        while self.space.on(device).free() < pages {
+            if pages > self.space.on(device).capacity
+                || !self.settings.evict
+                || !self.evict_from(device, NONE)
+            {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn why_no_room(&mut self, device: u8) -> Stop {
+        // What is being stored can leave once it is; if nothing is, all that is left is in use. What was stored anew is
+        // free after the next commit.
+        let stale = self.space.on(device).stale > 0;
+        let leaves = self.settings.evict && (self.queue.pending() || self.space.on(device).leaving > 0);
+        if stale || leaves { Stop::Room } else { Stop::Fail(self.no_space()) }
+    }
+
+    /// Has the least recently used file of all leave, for a place among the files.
     pub fn evict_file(&mut self) -> bool {
         self.evict_file_but(NONE)
     }
 
-    /// R8: the least recently used file that nobody uses leaves, whole, and its name with it.
-    fn evict_file_but(&mut self, keep: Idx) -> bool {
-        let mut at = self.recency.back;
-        for _ in 0..SEARCH_MAX {
-            if at == NONE {
-                return false;
-            }
+    /// The same, but never `keep`.
+    pub fn evict_file_but(&mut self, keep: Idx) -> bool {
+        let mut devices: Vec<u8> = (0..self.recency.len() as u8).collect();
+        devices.sort_by_key(|&device| {
+            let back = self.tree.nodes.get(self.recency[usize::from(device)].back);
+            back.map_or(i64::MAX, |node| node.atime.max(node.mtime))
+        });
+        devices.into_iter().any(|device| self.evict_from(device, keep))
+    }
+
+    /// R8: the least recently used file of a device that nobody uses leaves, whole, and its name with it.
+    fn evict_from(&mut self, device: u8, keep: Idx) -> bool {
+        let mut at = self.recency[usize::from(device)].back;
+        while at != NONE {
             let next = Ends::towards_front::<Recency>(&mut self.tree.nodes, at);
             if at != keep && self.may_evict(at) {
                 let pages = if self.settings.memory_only { 0 } else { self.device_pages(at) };
@@ -180,14 +261,18 @@ impl Core {
                 self.drop_name(at, None, true);
                 return true;
             }
+            if at != keep {
+                // In use, or not yet stored. It comes back once that is over ([`Core::tidy`]): so a search passes it
+                // once, however many there are of its kind and however long they stay.
+                self.forget_recency(at);
+            }
             at = next;
         }
         false
     }
 
     /// Whole and never while open, leased, or not yet stored.
-    fn may_evict(&mut self, idx: Idx) -> bool {
-        debug_assert!(Recency::listed(&self.tree.nodes, idx));
+    pub fn may_evict(&self, idx: Idx) -> bool {
         let memory_only = self.settings.memory_only;
         let node = self.node(idx);
         if node.kind() != Kind::File || node.has(LOST) || (!memory_only && !node.has(COMMITTED)) {

@@ -35,6 +35,7 @@ impl Core {
             self.counters.timeouts += 1;
             self.reply(move || (read.reply)(Err(Errno::EIO)));
         }
+        self.tidy(idx);
     }
 
     /// Changes that have waited too long. As long as the devices take bytes, a slow device is all that is wrong, and
@@ -82,6 +83,7 @@ impl Store {
             }
             if tend <= now {
                 core.end_changes(now);
+                core.end_patience(now);
                 core.end_expectations(now);
                 core.tell_tallies(now);
                 if !core.waiters.is_empty() {

@@ -6,7 +6,8 @@ use std::hash::{BuildHasher, Hash, Hasher};
 use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
 
-use super::node::{Arena, Idx, Kind, MOVED, NAMED, NONE, Node, ROOT};
+use super::node::{Arena, Idx, Kind, MOVED, NAMED, NONE, Node, NodeId, ROOT};
+use crate::shown;
 
 /// A directory and a name in it.
 type Name = (Idx, Box<[u8]>);
@@ -53,8 +54,9 @@ impl Tree {
         dir.next_seq += 1;
         dir.children.insert(seq, idx);
         dir.subdirs += u32::from(kind == Kind::Dir);
+        let parent_generation = self.nodes[parent].generation;
         let node = &mut self.nodes[idx];
-        node.parent = parent;
+        (node.parent, node.parent_generation) = (parent, parent_generation);
         node.name = name.into();
         node.seq = seq;
         node.set(NAMED, true);
@@ -76,8 +78,10 @@ impl Tree {
         dir.next_seq = dir.next_seq.max(seq + 1);
         dir.children.insert(seq, idx);
         dir.subdirs += u32::from(kind == Kind::Dir);
-        self.nodes[idx].parent = parent;
-        self.nodes[idx].set(NAMED, true);
+        let parent_generation = self.nodes[parent].generation;
+        let node = &mut self.nodes[idx];
+        (node.parent, node.parent_generation) = (parent, parent_generation);
+        node.set(NAMED, true);
         match kind {
             Kind::Dir => self.dirs += 1,
             _ => self.files += 1,
@@ -161,17 +165,33 @@ impl Tree {
         self.privates.len()
     }
 
-    /// The path from the mount point, for people.
+    /// The directory that `idx` is in, or was in when it had a name, if that is still there.
+    pub fn parent(&self, idx: Idx) -> Option<Idx> {
+        let node = self.nodes.get(idx)?;
+        self.nodes.by_id(NodeId::new(node.parent, node.parent_generation)).map(|_| node.parent)
+    }
+
+    /// The path from the mount point, for people: as [`shown`] shows names.
     pub fn path(&self, idx: Idx) -> String {
         let mut parts = Vec::new();
         let mut at = idx;
         while at != ROOT && at != NONE && parts.len() < 128 {
             let Some(node) = self.nodes.get(at) else { break };
-            parts.push(String::from_utf8_lossy(&node.name).into_owned());
-            at = node.parent;
+            parts.push(shown::name(&node.name));
+            at = self.parent(at).unwrap_or(NONE);
         }
         parts.reverse();
         parts.join("/")
+    }
+
+    /// The path of a name in `parent`, whether or not there is such a file.
+    pub fn path_of(&self, parent: Idx, name: &[u8]) -> String {
+        let mut path = self.path(parent);
+        if !path.is_empty() {
+            path.push('/');
+        }
+        path.push_str(&shown::name(name));
+        path
     }
 
     /// Whether `ancestor` is `idx` or above it.
@@ -184,20 +204,19 @@ impl Tree {
             if at == ROOT || at == NONE {
                 return false;
             }
-            at = self.nodes.get(at).map_or(NONE, |node| node.parent);
+            at = self.parent(at).unwrap_or(NONE);
         }
     }
 
-    /// The directory right below the root that `idx` is in: tenants and models are kept apart there.
-    pub fn namespace(&self, mut parent: Idx) -> Idx {
-        while parent != ROOT && parent != NONE {
-            let up = self.nodes.get(parent).map_or(NONE, |node| node.parent);
-            if up == ROOT {
-                return parent;
-            }
-            parent = up;
+    /// The directory right below the root that `parent` is in: tenants and models are kept apart there. None: it is not
+    /// in the tree any more.
+    pub fn namespace(&self, mut parent: Idx) -> Option<NodeId> {
+        let mut below = ROOT;
+        while parent != ROOT {
+            below = parent;
+            parent = self.parent(parent)?;
         }
-        ROOT
+        Some(self.nodes.id(below))
     }
 
     /// Whether files here are visible at once (`user.kv.publish=posix` on the directory or above it).
@@ -211,7 +230,7 @@ impl Tree {
             if at == ROOT || at == NONE {
                 return false;
             }
-            at = node.parent;
+            at = self.parent(at).unwrap_or(NONE);
         }
     }
 }
@@ -276,8 +295,18 @@ mod tests {
         let (a, b) = (tree.nodes.insert(dir()), tree.nodes.insert(dir()));
         tree.link(a, ROOT, b"a");
         tree.link(b, a, b"b");
-        assert_eq!(tree.namespace(b), a);
-        assert_eq!(tree.namespace(a), a);
-        assert_eq!(tree.namespace(ROOT), ROOT);
+        let first = tree.nodes.id(a);
+        assert_eq!(tree.namespace(b), Some(first));
+        assert_eq!(tree.namespace(a), Some(first));
+        assert_eq!(tree.namespace(ROOT), Some(tree.nodes.id(ROOT)));
+        // A directory that takes the place of one that is gone is another one.
+        tree.unlink(b);
+        tree.unlink(a);
+        tree.nodes.remove(a);
+        assert_eq!(tree.nodes.insert(dir()), a);
+        tree.link(a, ROOT, b"a");
+        assert_eq!((tree.parent(b), tree.namespace(b)), (None, None));
+        assert_eq!(tree.path(b), "b");
+        assert!(tree.namespace(a).is_some_and(|again| again != first));
     }
 }

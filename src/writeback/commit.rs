@@ -10,24 +10,31 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
-use super::queue::{State, Work};
+use super::queue::{Barrier, State, Work};
+use crate::l2::journal::{Checkpoint, Error as JournalError};
 use crate::l2::record::{Put, Record};
+use crate::l2::volume::Volume;
 use crate::store::core::Core;
 use crate::store::hot::{Place, WriteBack};
 use crate::store::node::{COMMITTED, DURABLE, Detail, Idx, LOST, META_DIRTY, NAMED, NodeId, ROOT, SLOT};
+use crate::store::patience::Once;
 use crate::store::{Store, UnitReply};
 
 /// How long a commit waits for company, unless somebody waits for it.
 const COMMIT_EVERY: Duration = Duration::from_millis(20);
-/// Nodes that one step of a checkpoint encodes under the lock.
-const CHECKPOINT_STEP: usize = 1024;
+/// Nodes that one step of a checkpoint looks at under the lock, and bytes that it encodes.
+const CHECKPOINT_STEP: Idx = 1024;
+const CHECKPOINT_STEP_BYTES: usize = 256 << 10;
 
 /// What one commit does, and what follows from it.
 #[derive(Default)]
 struct Commit {
     records: Vec<Vec<u8>>,
-    files: Vec<NodeId>,
-    removed: Vec<(NodeId, u64)>,
+    /// Nodes that the records tell of. Until those are on the device, fsync must not take the nodes for durable.
+    recorded: Vec<NodeId>,
+    /// How many of them are files stored anew.
+    files: u64,
+    removed: Vec<(NodeId, u8, u64)>,
     stale: Vec<(u8, Place)>,
     replies: Vec<(UnitReply, Result<(), Errno>)>,
     /// Bytes of some file are named by a record for the first time.
@@ -53,7 +60,12 @@ impl Core {
             mode: node.mode,
             uid: node.uid,
             gid: node.gid,
-            parent: if node.parent == ROOT || idx == ROOT { 0 } else { self.id(node.parent).0 },
+            // For a version that has lost its name and is still needed, this may be a directory that is gone.
+            parent: if node.parent == ROOT || idx == ROOT {
+                0
+            } else {
+                NodeId::new(node.parent, node.parent_generation).0
+            },
             seq: node.seq,
             size,
             mtime: node.mtime,
@@ -84,13 +96,23 @@ impl Core {
     fn take_commit(&mut self) -> Commit {
         let mut commit = Commit { stale: std::mem::take(&mut self.queue.stale), ..Commit::default() };
         let mut put = HashSet::new();
+        let mut goes_on = false;
         let mut order = Vec::new();
         while let Some(entry) = self.queue.pop_done() {
             match entry.work {
-                Work::Barrier(reply) => {
+                Work::Barrier(Barrier { reply, once, since }) => {
+                    if once.as_ref().is_some_and(Once::is_given) {
+                        // A failure is told to somebody who still listens.
+                        continue;
+                    }
+                    let since = since.unwrap_or(entry.seq);
+                    if self.store_heirs(since) {
+                        self.queue.push(Work::Barrier(Barrier { reply, once, since: Some(since) }));
+                        goes_on = true;
+                        continue;
+                    }
                     let failed = std::mem::take(&mut self.queue.failures) > 0;
-                    let result = if failed { Err(Errno::EIO) } else { Ok(()) };
-                    commit.replies.extend(reply.map(|reply| (reply, result)));
+                    commit.replies.push((reply, if failed { Err(Errno::EIO) } else { Ok(()) }));
                 }
                 Work::File(id) => {
                     let Some(idx) = self.by_id(id) else { continue };
@@ -98,6 +120,7 @@ impl Core {
                     if stored && self.hot_mut(idx).sealed() && self.hot_mut(idx).dirty_blocks() {
                         // A record must never name less than the whole file. It was written to in place, and sealed
                         // again, after this entry had been written: its next entry stores it.
+                        self.inherit(idx, entry.seq);
                         if self.hot_mut(idx).write_back == WriteBack::Queued(entry.seq) {
                             self.hot_mut(idx).write_back = WriteBack::None;
                         }
@@ -122,9 +145,10 @@ impl Core {
                     let supersedes = if stored { std::mem::take(&mut hot.supersedes) } else { Vec::new() };
                     commit.replies.extend(answered.into_iter().map(|(_, reply)| (reply, Ok(()))));
                     if stored {
+                        self.heirs.remove(&id);
                         self.node_mut(idx).set(DURABLE, true);
                         self.remove_records(supersedes);
-                        commit.files.push(id);
+                        commit.files += 1;
                         commit.flush = true;
                         if put.insert(id) {
                             order.push(id);
@@ -143,21 +167,25 @@ impl Core {
             }
         }
         commit.removed = std::mem::take(&mut self.queue.removed);
-        let gone: HashSet<NodeId> = commit.removed.iter().map(|(id, _)| *id).collect();
+        let gone: HashSet<NodeId> = commit.removed.iter().map(|(id, ..)| *id).collect();
         // Directories first: a record's parent must be known when it is read back.
         for id in order.into_iter().filter(|id| !gone.contains(id)) {
             let idx = id.idx();
-            self.node_mut(idx).set(META_DIRTY, false);
+            let node = self.node_mut(idx);
+            node.set(META_DIRTY, false);
+            node.set(COMMITTED, false);
+            commit.recorded.push(id);
             commit.flush |= self.node(idx).dir().is_none();
+            self.recount(idx);
             commit.records.push(self.record(idx));
         }
-        for (id, _) in &commit.removed {
+        for (id, ..) in &commit.removed {
             let mut bytes = Vec::new();
             Record::Remove(id.0).encode(&mut bytes);
             commit.records.push(bytes);
         }
         self.queue.committing = true;
-        self.queue.urgent = false;
+        self.queue.urgent = goes_on;
         commit
     }
 
@@ -182,9 +210,11 @@ impl Core {
             return;
         }
         self.counters.commits += 1;
-        self.counters.committed_files += commit.files.len() as u64;
-        for (id, pages) in commit.removed {
-            self.space.leaving -= pages;
+        self.counters.committed_files += commit.files;
+        for (id, device, pages) in commit.removed {
+            if pages > 0 {
+                self.space.on(device).leaving -= pages;
+            }
             if let Some(idx) = self.by_id(id) {
                 let node = self.node_mut(idx);
                 node.set(DURABLE, false);
@@ -193,9 +223,10 @@ impl Core {
             }
         }
         for (device, place) in commit.stale {
+            self.space.on(device).stale -= crate::store::core::pages_of(&place);
             self.free_extents(device, &place);
         }
-        for id in commit.files {
+        for id in commit.recorded {
             if let Some(idx) = self.by_id(id) {
                 let durable = self.node(idx).has(DURABLE);
                 self.node_mut(idx).set(COMMITTED, durable);
@@ -232,64 +263,126 @@ impl Store {
                     break;
                 }
             }
-            let mut commit = core.take_commit();
             self.settle(core);
             last = Instant::now();
-            let records = std::mem::take(&mut commit.records);
-            let failed = self.write_commit(&volume, &records, commit.flush);
-            let mut core = self.lock();
-            core.committed(commit, failed);
-            self.settle(core);
+            self.commit(&volume, false);
         }
+    }
+
+    /// Makes durable what is ready, and writes a checkpoint with it if the log is half full or one is wanted: so that
+    /// recovery never reads more than that and a bounded log.
+    ///
+    /// One at a time: two checkpoints would be written to the same place, and a record that was taken before a
+    /// checkpoint and appended after it began would bring back an older state than the checkpoint has.
+    pub(crate) fn commit(self: &Arc<Self>, volume: &Volume, checkpoint: bool) {
+        let _one = self.committing.lock();
+        let mut failed = None;
+        let mut begun = None;
+        if (checkpoint || volume.needs_checkpoint()) && !self.lock().poisoned {
+            match self.write_checkpoint(volume) {
+                Ok(written) => begun = Some(written),
+                Err(JournalError::Full) => log::warn!("the catalog is too large for a checkpoint"),
+                Err(error) => failed = Some(error.to_string()),
+            }
+        }
+        let mut core = self.lock();
+        let mut commit = core.take_commit();
+        self.settle(core);
+        let records = std::mem::take(&mut commit.records);
+        let failed = failed.or_else(|| self.write_commit(volume, &records, commit.flush, begun));
+        let mut core = self.lock();
+        core.committed(commit, failed);
+        self.settle(core);
     }
 
     fn write_commit(
         self: &Arc<Self>,
-        volume: &crate::l2::volume::Volume,
+        volume: &Volume,
         records: &[Vec<u8>],
         flush: bool,
+        checkpoint: Option<Checkpoint>,
     ) -> Option<String> {
-        if records.is_empty() {
-            return None;
-        }
         if self.lock().poisoned {
             return Some("an earlier commit failed".to_owned());
+        }
+        if records.is_empty() && checkpoint.is_none() {
+            return None;
         }
         if flush && let Err(error) = volume.flush() {
             return Some(error.to_string());
         }
-        if volume.needs_checkpoint(records)
-            && let Err(error) = self.checkpoint(volume)
-        {
-            return Some(error.to_string());
-        }
-        volume.append(records).err().map(|error| error.to_string())
+        self.append(volume, records, checkpoint).err().map(|error| error.to_string())
     }
 
-    /// Writes the whole catalog anew, so that recovery never reads more than that and a bounded log.
-    pub(crate) fn checkpoint(self: &Arc<Self>, volume: &crate::l2::volume::Volume) -> std::io::Result<()> {
-        volume.checkpoint(&mut |push| {
-            let mut at: Idx = 0;
-            loop {
-                let mut step = Vec::new();
-                {
-                    let core = self.lock();
-                    let end = core.tree.nodes.end();
-                    while at < end && step.len() < CHECKPOINT_STEP {
-                        if core.tree.nodes.get(at).is_some_and(|node| node.has(DURABLE)) {
-                            step.push(core.record(at));
-                        }
-                        at += 1;
+    /// Appends the records, and only then makes the checkpoint that was written before they were taken the valid one. It
+    /// was written bit by bit while names and files changed; with everything that has changed since, all of one instant,
+    /// recovery finds a state that was.
+    fn append(
+        self: &Arc<Self>,
+        volume: &Volume,
+        records: &[Vec<u8>],
+        checkpoint: Option<Checkpoint>,
+    ) -> Result<(), JournalError> {
+        let mut appended = if records.is_empty() { Ok(()) } else { volume.append(records) };
+        if matches!(appended, Err(JournalError::Full)) && checkpoint.is_none() {
+            self.finish_checkpoint(volume, self.write_checkpoint(volume)?)?;
+            appended = volume.append(records);
+        }
+        if let Some(checkpoint) = checkpoint
+            && matches!(appended, Ok(()) | Err(JournalError::Full))
+        {
+            self.finish_checkpoint(volume, checkpoint)?;
+        }
+        match appended {
+            // More changes at once than the log holds: they cannot become durable together.
+            Err(JournalError::Full) => records.iter().try_for_each(|record| {
+                let record = std::slice::from_ref(record);
+                match volume.append(record) {
+                    Err(JournalError::Full) => {
+                        self.finish_checkpoint(volume, self.write_checkpoint(volume)?)?;
+                        volume.append(record)
                     }
-                    if step.is_empty() && at >= end {
-                        return Ok(());
-                    }
+                    appended => appended,
                 }
-                for record in &step {
-                    push(record)?;
+            }),
+            appended => appended,
+        }
+    }
+
+    /// Writes the whole catalog anew.
+    fn write_checkpoint(self: &Arc<Self>, volume: &Volume) -> Result<Checkpoint, JournalError> {
+        let mut checkpoint = volume.begin_checkpoint();
+        let mut at: Idx = 0;
+        loop {
+            let mut step = Vec::new();
+            let mut bytes = 0;
+            {
+                let core = self.lock();
+                let end = core.tree.nodes.end().min(at.saturating_add(CHECKPOINT_STEP));
+                if at >= end {
+                    return Ok(checkpoint);
+                }
+                while at < end && bytes < CHECKPOINT_STEP_BYTES {
+                    if core.tree.nodes.get(at).is_some_and(|node| node.has(DURABLE)) {
+                        let record = core.record(at);
+                        bytes += record.len();
+                        step.push(record);
+                    }
+                    at += 1;
                 }
             }
-        })?;
+            for record in &step {
+                checkpoint.push(record)?;
+            }
+        }
+    }
+
+    fn finish_checkpoint(
+        self: &Arc<Self>,
+        volume: &Volume,
+        checkpoint: Checkpoint,
+    ) -> Result<(), JournalError> {
+        volume.finish_checkpoint(checkpoint)?;
         self.with(|core| core.counters.checkpoints += 1);
         Ok(())
     }

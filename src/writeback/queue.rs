@@ -5,11 +5,20 @@ use std::collections::VecDeque;
 use crate::store::UnitReply;
 use crate::store::hot::Place;
 use crate::store::node::NodeId;
+use crate::store::patience::Once;
 
 pub enum Work {
     File(NodeId),
-    /// Answered when everything before it is durable.
-    Barrier(Option<UnitReply>),
+    Barrier(Barrier),
+}
+
+/// Answered when everything before it is durable.
+pub struct Barrier {
+    pub reply: UnitReply,
+    /// What `reply` was made of, if it has a deadline.
+    pub once: Option<Once>,
+    /// The number of the entry as which it came. It may have to wait for later ones.
+    pub since: Option<u64>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,8 +45,8 @@ pub struct PublishQueue {
     next_seq: u64,
     /// Entries before this one have been started.
     cursor: u64,
-    /// Records to remove with the next commit, and the pages that become free by it.
-    pub removed: Vec<(NodeId, u64)>,
+    /// Records to remove with the next commit, and the pages of which device become free by it.
+    pub removed: Vec<(NodeId, u8, u64)>,
     /// Records to write anew with the next commit.
     pub changed: Vec<NodeId>,
     /// Extents that no record names after the next commit.
@@ -59,7 +68,7 @@ impl PublishQueue {
         self.next_seq += 1;
         let state = match work {
             Work::File(_) => State::Waiting,
-            Work::Barrier(_) => State::Written,
+            Work::Barrier(..) => State::Written,
         };
         self.entries.push_back(Entry { seq, work, state, todo: None });
         seq

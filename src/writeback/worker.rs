@@ -81,14 +81,20 @@ impl Core {
             match self.start(seq, id) {
                 Started::Job(job) => return Next::Job(job),
                 Started::Nothing => {}
-                Started::NoRoom => return Next::Wait,
+                Started::NoRoom => return self.nothing_to_start(),
             }
         }
-        if self.waiters.iter().any(|waiter| !waiter.loading)
+        if !self.stopping
+            && self.waiters.iter().any(|waiter| !waiter.loading)
             && let Some(job) = self.spill()
         {
             return Next::Job(job);
         }
+        self.nothing_to_start()
+    }
+
+    /// Who stops does not wait for what may never come. What is on its way lands in any case.
+    fn nothing_to_start(&self) -> Next {
         if self.stopping { Next::Stop } else { Next::Wait }
     }
 
@@ -130,8 +136,10 @@ impl Core {
             }
         }
         todo.append(&mut busy);
-        if !sealed && !now.is_empty() && self.hot_mut(idx).pins > 0 {
-            // Somebody is copying into it; a copy taken now could be torn.
+        self.end_claim(idx);
+        if !sealed && !now.is_empty() && self.hot_mut(idx).writing {
+            // Somebody is copying into it; a copy taken now could be torn. The next writer comes after this.
+            self.hot_mut(idx).claimed = true;
             now.iter().rev().for_each(|&index| todo.push_front(index as u32));
             if let Some(entry) = self.queue.get_mut(seq) {
                 entry.todo = Some(todo);
@@ -147,6 +155,8 @@ impl Core {
             }
             if !matches!(entry.state, State::Writing(left) if left > 0) {
                 self.set_state(seq, State::Written);
+                // There may have been nothing to write: an empty file, or one of holes alone.
+                self.settle_layout(idx);
             }
             return Started::Nothing;
         }
@@ -164,10 +174,18 @@ impl Core {
                 if let Some(entry) = self.queue.get_mut(seq) {
                     entry.todo = Some(todo);
                 }
-                self.queue.urgent |= self.space.leaving > 0;
+                // Room is set aside for it, but some of that is not free before the next commit.
+                self.queue.urgent = true;
                 self.wakes.committer = true;
                 Started::NoRoom
             }
+        }
+    }
+
+    /// The worker has had its turn with a file under construction, or does not want it any more.
+    fn end_claim(&mut self, idx: Idx) {
+        if std::mem::take(&mut self.hot_mut(idx).claimed) {
+            self.wakes.admission = true;
         }
     }
 
@@ -177,6 +195,7 @@ impl Core {
         }
         self.set_state(seq, State::Void);
         if let Some(idx) = self.by_id(id) {
+            self.end_claim(idx);
             let hot = self.hot_mut(idx);
             if hot.write_back == WriteBack::Queued(seq) {
                 hot.write_back = WriteBack::None;
@@ -191,11 +210,10 @@ impl Core {
         let size = self.node(idx).size;
         let pages_of = |index: usize| (block_len(size, index) as u32).div_ceil(4096);
         let pages: u64 = indexes.iter().map(|&index| u64::from(pages_of(index))).sum();
-        let placed = self.device_pages(idx) > 0 || self.hot(idx).is_some_and(|hot| hot.transfers > 0);
-        let device = if placed { self.node(idx).device } else { self.emptiest_device() };
+        // Where the room is that was set aside for it.
+        let device = self.node(idx).device;
         let extents = self.allocators.get_mut(usize::from(device))?.allocate(u32::try_from(pages).ok()?)?;
-        self.node_mut(idx).device = device;
-        self.space.allocated += pages;
+        self.space.on(device).allocated += pages;
         let mut extents: VecDeque<Extent> = extents.into_iter().collect();
         let mut blocks = Vec::with_capacity(indexes.len());
         for &index in indexes {
@@ -216,10 +234,10 @@ impl Core {
             block.io = BlockIo::Writing(block.version);
             let reserved = std::mem::take(&mut block.reserved);
             let (version, crc) = (block.version, if copy { None } else { block.crc });
-            self.space.reserved -= u64::from(reserved);
+            self.space.on(device).reserved -= u64::from(reserved);
             blocks.push(Piece { index, version, len, span, place: take(&mut extents, pages_of(index)), crc });
         }
-        self.space.peak = self.space.peak.max(self.space.used());
+        self.space.note_peak();
         let bytes = pages * 4096;
         self.queue.in_flight += bytes;
         self.queue.in_flight_files += 1;
@@ -228,21 +246,12 @@ impl Core {
         Some(Job { id: self.id(idx), seq, device, blocks, bytes })
     }
 
-    fn emptiest_device(&self) -> u8 {
-        let free = |at: &usize| self.allocators[*at].free_blocks();
-        (0..self.allocators.len()).max_by_key(free).unwrap_or(0) as u8
-    }
-
     /// R7: bytes of files under construction go to the device early when somebody waits for room. Whole blocks
     /// first; a block that is still being filled only if there is nothing else.
     fn spill(&mut self) -> Option<Job> {
-        self.building.retain({
-            let nodes = &self.tree.nodes;
-            |id| nodes.by_id(*id).is_some_and(|node| node.hot.as_ref().is_some_and(|hot| !hot.sealed()))
-        });
+        let building: Vec<Idx> = self.building.values().map(|id| id.idx()).collect();
         for whole_only in [true, false] {
-            for at in 0..self.building.len() {
-                let idx = self.building[at].idx();
+            for &idx in &building {
                 if !self.spillable(idx) || self.node(idx).has(LOST) {
                     continue;
                 }
@@ -295,7 +304,7 @@ impl Core {
                         block.crc = piece.crc;
                         let charge = std::mem::take(&mut block.charge);
                         let reserved = std::mem::take(&mut block.reserved);
-                        self.uncharge(charge, reserved);
+                        self.uncharge(job.device, charge, reserved);
                     }
                     self.retire_place(idx, job.device, durable, old);
                     continue;
@@ -310,7 +319,7 @@ impl Core {
                     self.part_written(seq);
                 }
             }
-            Some(error) => self.store_failed(idx, &error),
+            Some(error) => self.store_failed(idx, job.seq, &error),
         }
         if self.tree.nodes.get(idx).is_some() {
             self.settle_layout(idx);
@@ -327,9 +336,10 @@ impl Core {
     }
 
     /// R6: what cannot be stored is not found any more, and whoever asks for durability is told.
-    fn store_failed(&mut self, idx: Idx, error: &io::Error) {
+    fn store_failed(&mut self, idx: Idx, seq: Option<u64>, error: &io::Error) {
         self.counters.store_failures += 1;
         self.queue.failures += 1;
+        self.end_claim(idx);
         let hot = self.hot_mut(idx);
         hot.failed = true;
         if let Some(private) = hot.private_mut() {
@@ -344,11 +354,14 @@ impl Core {
             freed.0 += std::mem::take(&mut block.charge);
             freed.1 += std::mem::take(&mut block.reserved);
         }
-        self.uncharge(freed.0, freed.1);
+        let device = self.node(idx).device;
+        self.uncharge(device, freed.0, freed.1);
         for (_, reply) in waiting {
             self.reply(move || reply(Err(Errno::EIO)));
         }
-        if let WriteBack::Queued(seq) = queued {
+        // The entry it was written for, and a later one, if it has been queued again meanwhile.
+        let queued = if let WriteBack::Queued(seq) = queued { Some(seq) } else { None };
+        for seq in [seq, queued].into_iter().flatten() {
             self.set_state(seq, State::Void);
             if let Some(entry) = self.queue.get_mut(seq) {
                 entry.todo = Some(VecDeque::new());

@@ -7,6 +7,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
 
 pub mod run;
+pub mod stall;
+pub mod wedge;
 
 use std::fs;
 use std::io::Read;
@@ -51,11 +53,13 @@ pub struct Options {
     pub l1_mib: u64,
     pub l2_mib: u64,
     pub extra: Vec<String>,
+    /// Where the stores lie, if not beside the mount.
+    pub store_dir: Option<PathBuf>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { l1_mib: 128, l2_mib: 512, extra: Vec::new() }
+        Self { l1_mib: 128, l2_mib: 512, extra: Vec::new(), store_dir: None }
     }
 }
 
@@ -108,7 +112,11 @@ impl Mount {
 
     /// The store file (or the first of several).
     pub fn store(&self) -> PathBuf {
-        self.scratch.path().join("store.0")
+        self.store_dir().join("store.0")
+    }
+
+    fn store_dir(&self) -> &Path {
+        self.options.store_dir.as_deref().unwrap_or(self.scratch.path())
     }
 
     pub fn pid(&self) -> u32 {
@@ -116,7 +124,7 @@ impl Mount {
     }
 
     fn l2_args(&mut self) -> Vec<String> {
-        let scratch = self.scratch.path().to_owned();
+        let scratch = self.store_dir().to_owned();
         let mib = self.options.l2_mib;
         match mode() {
             Mode::Memory => Vec::new(),

@@ -114,6 +114,19 @@ impl Mount {
         ended(&mut daemon).unwrap_or_else(|| panic!("the daemon does not end: {}", self.log()))
     }
 
+    /// Whether a process that was killed still holds something open.
+    pub fn is_held(&self) -> bool {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).into_iter().flatten().flatten();
+        tasks
+            .into_iter()
+            .any(|task| fs::read_dir(task.path().join("fd")).is_ok_and(|mut fds| fds.next().is_some()))
+    }
+
+    /// Does not wait for the daemon, which cannot end by itself.
+    pub fn forget(&mut self) {
+        self.daemon.take();
+    }
+
     /// Changes the further options of the next start.
     pub fn set_extra(&mut self, args: &[&str]) {
         self.options.extra = args.iter().map(ToString::to_string).collect();

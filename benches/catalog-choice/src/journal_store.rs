@@ -41,7 +41,7 @@ pub struct Own {
 }
 
 fn region(files: u64) -> u64 {
-    region_bytes(files + files / 4, LOG_BYTES)
+    region_bytes(files + files / 4, 0, LOG_BYTES)
 }
 
 impl Own {

@@ -10,6 +10,7 @@ use clap::error::{ContextKind, ErrorKind};
 use clap::{Parser, Subcommand};
 use kvcachefs::config::usage_error;
 use kvcachefs::error::{Error, Result};
+use kvcachefs::mount::How;
 use kvcachefs::units::Period;
 
 #[path = "../program.rs"]
@@ -43,6 +44,10 @@ enum Cmd {
         /// Detach now, though files are open. The daemon ends when the last of them is closed.
         #[arg(short = 'l', long)]
         lazy: bool,
+        /// Only if its daemon is dead or does not answer: cut the connection, so that nobody waits for it any longer,
+        /// and detach it. It is no error if nothing is mounted.
+        #[arg(short = 'f', long, conflicts_with = "lazy")]
+        force: bool,
         /// How long to wait for what is not yet stored, and then for the daemon.
         #[arg(short = 't', long, value_name = "TIME", default_value = "60s")]
         timeout: Period,
@@ -110,7 +115,16 @@ fn act(command: Cmd) -> Result<()> {
             let error = Command::new(&program).args(["mount", "--daemon"]).args(args).exec();
             Err(Error::caused_by(program.display(), error))
         }
-        Cmd::Umount { mountpoint, lazy, timeout } => umount::run(&mountpoint, lazy, timeout.0),
+        Cmd::Umount { mountpoint, lazy, force, timeout } => {
+            let how = if force {
+                How::ByForce
+            } else if lazy {
+                How::Lazily
+            } else {
+                How::Politely
+            };
+            umount::run(&mountpoint, how, timeout.0)
+        }
         Cmd::Status { mountpoint, json } => show::status(mountpoint.as_deref(), json),
         Cmd::Stats { mountpoint } => show::file(mountpoint.as_deref(), "stats"),
         Cmd::Events { mountpoint, follow } => show::events(mountpoint.as_deref(), follow),

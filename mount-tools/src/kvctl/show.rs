@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use kvcachefs::error::{Error, Result};
@@ -73,7 +73,7 @@ pub fn events(mountpoint: Option<&Path>, follow: bool) -> Result<()> {
     loop {
         // Opened anew each time: a file that stays open would keep the mount from being unmounted.
         let file = dir.join(".ctl/events");
-        let text = match answer(&dir, move || from(&file, offset)) {
+        let text = match answer(&dir, || from(&file, offset)) {
             Ok(text) => text,
             Err(_) if follow && offset > 0 && gone(&dir) => return Ok(()),
             Err(error) => return Err(error),
@@ -151,12 +151,11 @@ fn one(mountpoint: Option<&Path>) -> Result<Entry> {
 
 fn read(dir: &Path, name: &'static str) -> Result<String> {
     let file = dir.join(".ctl").join(name);
-    answer(dir, move || fs::read_to_string(file))
+    answer(dir, || fs::read(file)).map(|text| String::from_utf8_lossy(&text).into_owned())
 }
 
-fn answer<T: Send + 'static>(dir: &Path, ask: impl FnOnce() -> io::Result<T> + Send + 'static) -> Result<T> {
-    let shown: PathBuf = dir.to_owned();
-    let shown = shown.display();
+fn answer(dir: &Path, ask: impl FnOnce() -> io::Result<Vec<u8>>) -> Result<Vec<u8>> {
+    let shown = dir.display();
     match mount::within(ANSWER_LIMIT, ask) {
         Some(Ok(text)) => Ok(text),
         Some(Err(error)) if mount::life(dir) == Life::Dead => Err(Error::caused_by(&shown, error)
@@ -166,8 +165,12 @@ fn answer<T: Send + 'static>(dir: &Path, ask: impl FnOnce() -> io::Result<T> + S
                 .remedy("ask as the user who mounted, or mount with allow_other"))
         }
         Some(Err(error)) => Err(Error::caused_by(&shown, error)),
+        None if mount::is_wedged(dir) => {
+            Err(Error::new(&shown, "its daemon was killed and cannot end, so nobody is answered")
+                .remedy(format!("cut it off: kvctl umount --force {shown}")))
+        }
         None => Err(Error::new(&shown, format!("no answer within {ANSWER_LIMIT:?}"))
-            .remedy(format!("end its daemon, or detach it: kvctl umount --lazy {shown}"))),
+            .remedy(format!("end its daemon, or cut it off: kvctl umount --force {shown}"))),
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use kvcachefs::error::{Error, Result};
-use kvcachefs::mount::{self, Life};
+use kvcachefs::mount::{self, How, Life};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
@@ -16,21 +16,28 @@ use crate::users;
 /// The kernel's name for the daemon's process.
 const DAEMON: &str = "kvcachefs";
 
-/// Unmounts `mountpoint`. Unless `lazy`, returns when everything is stored and the daemon has ended.
+/// How long the daemon may take to say which process it is.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// Unmounts `mountpoint`. Politely: returns when everything is stored and the daemon has ended.
 ///
 /// # Errors
 /// Nothing of ours is mounted there, clients use it, or it took longer than `timeout`.
-pub fn run(mountpoint: &Path, lazy: bool, timeout: Duration) -> Result<()> {
+pub fn run(mountpoint: &Path, how: How, timeout: Duration) -> Result<()> {
     let shown = mountpoint.display();
     let real = mount::real_path(mountpoint);
-    if !mount::mounted_on(&real)?.is_some_and(|entry| entry.is_ours()) || lazy {
-        return mount::unmount(mountpoint, lazy); // which knows the words if it is not ours
+    if !mount::mounted_on(&real)?.is_some_and(|entry| entry.is_ours()) || how != How::Politely {
+        return mount::unmount(mountpoint, how); // which knows the words if it is not ours
     }
     let daemon = match mount::life(&real) {
         Life::Dead => None,
+        Life::Wedged => {
+            return Err(Error::new(&shown, "its daemon was killed and cannot end, so nobody is answered")
+                .remedy(format!("cut it off: kvctl umount --force {shown}")));
+        }
         Life::Silent => {
             return Err(Error::new(&shown, "its daemon does not answer")
-                .remedy(format!("end the daemon, or detach the mount: kvctl umount --lazy {shown}")));
+                .remedy(format!("end the daemon, or cut it off: kvctl umount --force {shown}")));
         }
         Life::Alive => {
             // A client that is in the way shows before the work, not after it.
@@ -39,7 +46,7 @@ pub fn run(mountpoint: &Path, lazy: bool, timeout: Duration) -> Result<()> {
             Daemon::of(&real)
         }
     };
-    if let Err(error) = mount::unmount(mountpoint, false) {
+    if let Err(error) = mount::unmount(mountpoint, How::Politely) {
         // Somebody may have come meanwhile.
         refuse_if_used(&real, &shown)?;
         return Err(error);
@@ -59,11 +66,16 @@ fn refuse_if_used(real: &Path, shown: &impl std::fmt::Display) -> Result<()> {
 /// Waits until everything published so far is on the device.
 fn drain(real: &Path, timeout: Duration) -> Result<()> {
     let shown = real.display();
-    let dir = real.to_owned();
-    match mount::within(timeout, move || File::open(dir).and_then(|dir| dir.sync_all())) {
-        Some(Ok(())) => Ok(()),
+    // Not the directory: the kernel would lock it for as long as that takes, and others out.
+    let file = real.join(".ctl/version");
+    match mount::within(timeout, || File::open(file)?.sync_all().map(|()| Vec::new())) {
+        Some(Ok(_)) => Ok(()),
         // The mount keeps everybody out but its owner. The daemon drains on its own when it is unmounted.
         Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        Some(Err(error)) if error.kind() == io::ErrorKind::TimedOut => {
+            Err(Error::new(&shown, "not everything could be stored before the mount's own deadline")
+                .remedy("nothing was unmounted; see .ctl/status, or mount with a longer --fsync-deadline"))
+        }
         Some(Err(error)) => {
             eprintln!("kvctl: {shown}: some files could not be stored: {error}; unmounting all the same");
             Ok(())
@@ -82,7 +94,8 @@ struct Daemon {
 impl Daemon {
     /// None: it cannot be asked, lives in another pid namespace, or is just ending.
     fn of(mountpoint: &Path) -> Option<Self> {
-        let stats = fs::read_to_string(mountpoint.join(".ctl/stats")).ok()?;
+        let stats = mount::within(ANSWER_LIMIT, || fs::read(mountpoint.join(".ctl/stats")))?.ok()?;
+        let stats = String::from_utf8_lossy(&stats);
         let pid = stats.lines().find_map(|line| line.strip_prefix("pid ")?.parse().ok())?;
         let pid = Pid::from_raw(pid)?;
         let process = pidfd_open(pid, PidfdFlags::empty()).ok()?;

@@ -11,13 +11,14 @@ const LIMIT: Duration = Duration::from_secs(5);
 
 /// `1234 (python3)` for every process that has a file open or mapped, or its directory, below `dir`.
 pub fn of(dir: &Path) -> Vec<String> {
-    let dir = dir.to_owned();
-    mount::within(LIMIT, move || scan(&dir)).unwrap_or_default()
+    let own = std::process::id().to_string();
+    let found = mount::within(LIMIT, || Ok(scan(dir, &own).join("\n").into_bytes()));
+    let found = found.and_then(Result::ok).unwrap_or_default();
+    String::from_utf8_lossy(&found).lines().map(str::to_owned).collect()
 }
 
-fn scan(dir: &Path) -> Vec<String> {
+fn scan(dir: &Path, own: &str) -> Vec<String> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let own = std::process::id().to_string();
     processes
         .filter_map(|entry| {
             let pid = entry.file_name().into_string().ok()?;
@@ -25,7 +26,7 @@ fn scan(dir: &Path) -> Vec<String> {
                 return None;
             }
             let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-            Some(format!("{pid} ({})", name.trim_end()))
+            Some(format!("{pid} ({})", name.trim_end().replace('\n', " ")))
         })
         .collect()
 }

@@ -1,0 +1,471 @@
+//! Room, memory and the publish queue at their bounds: nobody waits for what never comes, and nobody is refused what
+//! there is room for (rules R4, R7, R8, R15).
+
+use std::sync::mpsc::Receiver;
+
+use super::*;
+use crate::l2::Class;
+use crate::store::node::{NONE, NodeId};
+
+const MIB: usize = 1 << 20;
+
+/// Nothing here takes this long unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The answer to something that was asked.
+fn answer<T>(told: &Receiver<T>, what: &str) -> T {
+    told.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("{what} is never answered"))
+}
+
+fn striped(dir: &Path, mib: usize, more: &str) -> Rig {
+    let store = |at| dir.join(format!("store.{at}")).display().to_string();
+    Rig::with(&format!("l1=192MiB,l2={}:{mib}MiB,l2={}:{mib}MiB{more}", store(0), store(1)))
+}
+
+impl Rig {
+    fn reader(&self, name: &str, flags: i32) -> Handle {
+        self.store().open(self.find(name).unwrap(), libc::O_RDONLY | flags, &Self::caller()).unwrap().handle
+    }
+
+    fn ask(&self, handle: &Handle, offset: u64, len: usize) -> Receiver<Result<Vec<u8>, Errno>> {
+        let (tell, told) = channel();
+        let reply = Box::new(move |result: Result<&[u8], Errno>| {
+            let _ = tell.send(result.map(<[u8]>::to_vec));
+        });
+        self.store().read(handle, offset, len, reply);
+        told
+    }
+
+    fn put(&self, handle: &Handle, offset: u64, bytes: &[u8]) -> Receiver<Result<u32, Errno>> {
+        let (tell, told) = channel();
+        let reply = Box::new(move |result| {
+            let _ = tell.send(result);
+        });
+        self.store().write(handle, offset, bytes, reply);
+        told
+    }
+
+    fn open_new(&self, name: &str, flags: i32) -> Handle {
+        let flags = libc::O_RDWR | libc::O_CREAT | flags;
+        self.store().create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller()).unwrap().1
+    }
+
+    /// Whether everything becomes durable.
+    fn drained(&self) {
+        let (tell, told) = channel();
+        self.store().barrier(Box::new(move |result| {
+            let _ = tell.send(result);
+        }));
+        assert_eq!(answer(&told, "a drain"), Ok(()));
+    }
+
+    fn stored(&self, name: &str, bytes: &[u8]) {
+        let handle = self.open_new(name, libc::O_EXCL);
+        assert_eq!(answer(&self.put(&handle, 0, bytes), "a write"), Ok(bytes.len() as u32), "{name}");
+        self.store().release(&handle);
+        self.drained();
+    }
+
+    /// Stopping ends, however it stands.
+    fn ends(self) {
+        let (tell, told) = channel();
+        std::thread::spawn(move || {
+            self.daemon.stop();
+            let _ = tell.send(());
+        });
+        answer(&told, "stopping");
+    }
+
+    fn truncate(&self, handle: &Handle, size: u64) {
+        let (tell, told) = channel();
+        let reply = Box::new(move |result: Result<crate::store::Attr, Errno>| {
+            let _ = tell.send(result.map(|_| ()));
+        });
+        self.store().truncate(handle.ino, true, size, &Self::caller(), reply);
+        assert_eq!(answer(&told, "a truncation"), Ok(()));
+    }
+
+    /// Has L1 drop all it may.
+    fn empty_l1(&self) {
+        while self.store().lock().drop_some(NONE) {}
+    }
+}
+
+/// Room was counted over all devices, and a file lies on one: a file for which no device had room was let in, and then
+/// neither it nor anything after it was ever stored.
+#[test]
+fn room_is_that_of_one_device() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = striped(dir.path(), 56, "");
+    let content = |at: u8| vec![at; 28 * MIB];
+    for at in 0..5 {
+        rig.stored(&at.to_string(), &content(at));
+    }
+    assert!(rig.store().snapshot().counters.evictions_l2 > 0, "two of them do not fit on one device");
+    assert_eq!(rig.read(rig.find("4").unwrap(), 28 * MIB), Ok(content(4)));
+
+    // Larger than any of the devices.
+    let handle = rig.open_new("large", libc::O_EXCL);
+    assert_eq!(answer(&rig.put(&handle, 60 * MIB as u64, b"x"), "a write"), Err(Errno::EFBIG));
+    rig.store().release(&handle);
+    rig.drained();
+    let snapshot = rig.store().snapshot();
+    assert!(snapshot.used_peak_bytes <= snapshot.capacity_bytes);
+    rig.ends();
+}
+
+/// Of a file that is written slowly nothing is stored yet, so it may still go to another device when the one it was
+/// meant for fills up.
+#[test]
+fn a_file_that_is_nowhere_yet_goes_where_there_is_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = striped(dir.path(), 56, ",evict=none");
+    let slow = rig.open_new("slow", libc::O_EXCL);
+    assert_eq!(answer(&rig.put(&slow, 0, &vec![1; 4 * MIB]), "a write"), Ok(4 * MIB as u32));
+    let on = rig.store().lock().node(slow.id.idx()).device;
+    // Files fill both devices alike; then those on the other one go.
+    let free = |device: u8| rig.store().lock().space.on(device).free() * 4096;
+    let mut files = Vec::new();
+    while free(on) > 15 * MIB as u64 {
+        let name = format!("file{}", files.len());
+        rig.stored(&name, &vec![files.len() as u8; 2 * MIB]);
+        files.push(name);
+    }
+    files.retain(|name| {
+        let found = NodeId(rig.find(name).unwrap());
+        let device = rig.store().lock().node(found.idx()).device;
+        if device != on {
+            rig.store().unlink(ROOT_INO, name.as_bytes(), &Rig::caller()).unwrap();
+        }
+        device == on
+    });
+    rig.drained();
+    assert!(free(1 - on) > 26 * MIB as u64, "{}", free(1 - on));
+    for at in 4..26 {
+        let written = answer(&rig.put(&slow, (at * MIB) as u64, &[1; MIB]), "a write");
+        assert_eq!(written, Ok(MIB as u32), "MiB {at}");
+    }
+    rig.store().release(&slow);
+    rig.drained();
+    let node = rig.store().lock().node(slow.id.idx()).device;
+    assert_ne!(node, on, "the test should make it move");
+    assert_eq!(rig.read(rig.find("slow").unwrap(), 26 * MIB), Ok(vec![1; 26 * MIB]));
+    for name in files {
+        let at: u8 = name["file".len()..].parse().unwrap();
+        assert_eq!(rig.read(rig.find(&name).unwrap(), 2 * MIB), Ok(vec![at; 2 * MIB]), "{name}");
+    }
+    rig.ends();
+}
+
+/// A worker that has something to store and no room for it ends with the daemon all the same.
+#[test]
+fn stopping_does_not_wait_for_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    {
+        let mut core = rig.store().lock();
+        let free = u32::try_from(core.allocators[0].free_blocks()).unwrap();
+        core.allocators[0].allocate(free).unwrap();
+    }
+    rig.write("stuck", &[1; 70_000]);
+    std::thread::sleep(Duration::from_millis(50));
+    rig.ends();
+}
+
+/// Blocks that nobody wrote were charged without asking, past both bounds.
+#[test]
+fn holes_take_no_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let options = format!("l1=256MiB,l2={}:128MiB,slab-file-max=128MiB,evict=none", store.display());
+    let rig = Rig::with(&options);
+    // More than the store holds, with a byte at each end.
+    for (name, size) in [("a", 90 * MIB as u64), ("b", 90 * MIB as u64), ("one", 2 * MIB as u64)] {
+        let handle = rig.open_new(name, libc::O_EXCL);
+        rig.truncate(&handle, size);
+        assert_eq!(answer(&rig.put(&handle, 0, b"first"), "a write"), Ok(5));
+        assert_eq!(answer(&rig.put(&handle, size - 4, b"last"), "a write"), Ok(4));
+        rig.store().release(&handle);
+        let snapshot = rig.store().snapshot();
+        assert!(snapshot.dirty_bytes <= snapshot.dirty_limit_bytes, "{name}: {}", snapshot.dirty_bytes);
+    }
+    rig.drained();
+    let check = |rig: &Rig| {
+        for (name, size) in [("a", 90 * MIB), ("b", 90 * MIB), ("one", 2 * MIB)] {
+            let read = rig.read(rig.find(name).unwrap(), size).unwrap();
+            assert_eq!((read.len(), &read[..5], &read[size - 4..]), (size, &b"first"[..], &b"last"[..]));
+            assert!(read[5..size - 4].iter().all(|&byte| byte == 0), "{name}");
+        }
+    };
+    check(&rig);
+    let used = rig.store().snapshot().used_bytes;
+    assert!(used <= 6 * (256 << 10), "{used} bytes for six blocks");
+    rig.empty_l1();
+    assert_eq!(rig.store().snapshot().pool.used_slabs, 0, "a hole holds memory");
+    check(&rig);
+    // Written in later, the rest stays a hole.
+    let handle = rig.store().open(rig.find("one").unwrap(), libc::O_WRONLY, &Rig::caller());
+    let handle = match handle {
+        Ok(opened) => opened.handle,
+        Err(Errno::ESTALE) => {
+            rig.store().open(rig.find("one").unwrap(), libc::O_WRONLY, &Rig::caller()).unwrap().handle
+        }
+        Err(error) => panic!("{error}"),
+    };
+    assert_eq!(answer(&rig.put(&handle, MIB as u64, b"mid"), "a write"), Ok(3));
+    rig.store().release(&handle);
+    rig.drained();
+    let snapshot = rig.store().snapshot();
+    assert!(snapshot.used_bytes <= 7 * (256 << 10), "{}", snapshot.used_bytes);
+    assert!(snapshot.dirty_peak_bytes <= snapshot.dirty_limit_bytes);
+    assert_eq!(&rig.read(rig.find("one").unwrap(), 2 * MIB).unwrap()[MIB..MIB + 4], b"mid\0");
+    rig.stop();
+    let rig = Rig::with(&options);
+    let read = rig.read(rig.find("a").unwrap(), 90 * MIB).unwrap();
+    assert!(read[5..90 * MIB - 4].iter().all(|&byte| byte == 0));
+    rig.ends();
+}
+
+/// What could not be stored is in L1 alone: dropped from there, whoever has it open would read zeros.
+#[test]
+fn what_could_not_be_stored_never_reads_as_a_hole() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let content = vec![7; 700_000];
+    rig.faults.hold(Class::WriteBack);
+    rig.write("lost", &content);
+    let reader = rig.reader("lost", 0);
+    rig.faults.fail_next(Direction::Write, 8, libc::EIO);
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(rig.drain(), Err(Errno::EIO));
+    rig.empty_l1();
+    match answer(&rig.ask(&reader, 0, content.len()), "a read") {
+        Ok(read) => assert!(read == content, "bytes that nobody wrote"),
+        Err(error) => assert_eq!(error, Errno::EIO),
+    }
+    rig.store().release(&reader);
+    rig.ends();
+}
+
+/// Reads that wait for memory to go around L1 were started one for each that ended; one that needed no transfer any
+/// more left the rest waiting for ever.
+#[test]
+fn every_read_that_waits_for_memory_has_its_turn() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let rig = Rig::with(&format!("l1=128MiB,l2={}:160MiB", store.display()));
+    let len = 40 * MIB;
+    for (at, name) in ["first", "bad", "next"].into_iter().enumerate() {
+        rig.stored(name, &vec![at as u8; len]);
+    }
+    rig.empty_l1();
+    let readers = ["first", "bad", "next", "next"].map(|name| rig.reader(name, libc::O_DIRECT));
+    rig.faults.hold(Class::Demand);
+    let asked = readers.each_ref().map(|reader| rig.ask(reader, 0, len));
+    {
+        let mut core = rig.store().lock();
+        let idx = readers[1].id.idx();
+        core.size_blocks(idx);
+        core.hot_mut(idx).blocks[3].bad = true;
+    }
+    rig.faults.release(Class::Demand);
+    assert_eq!(answer(&asked[0], "the first read"), Ok(vec![0; len]));
+    assert_eq!(answer(&asked[1], "a read of a bad block"), Err(Errno::EIO));
+    for asked in &asked[2..] {
+        assert_eq!(answer(asked, "a read behind one that was answered at once"), Ok(vec![2; len]));
+    }
+    readers.iter().for_each(|reader| rig.store().release(reader));
+    rig.ends();
+}
+
+/// A device that answers nothing is no reason to keep a client in the kernel for ever.
+#[test]
+fn reads_around_l1_have_a_deadline() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let rig = Rig::with(&format!("l1=128MiB,l2={}:128MiB,request-deadline=2s", store.display()));
+    let len = 40 * MIB;
+    rig.stored("file", &vec![1; len]);
+    rig.empty_l1();
+    let reader = rig.reader("file", libc::O_DIRECT);
+    rig.faults.hold(Class::Demand);
+    let asked = [rig.ask(&reader, 0, len), rig.ask(&reader, 0, len)];
+    asked.iter().for_each(|asked| assert_eq!(answer(asked, "a read"), Err(Errno::EIO)));
+    rig.faults.release(Class::Demand);
+    assert_eq!(answer(&rig.ask(&reader, 0, 4096), "a later read"), Ok(vec![1; 4096]));
+    rig.store().release(&reader);
+    rig.ends();
+}
+
+/// Files that are open moved to the old end of the list while everything else was used; four thousand of them there hid
+/// all that could leave.
+#[test]
+fn open_files_do_not_hide_what_can_leave() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let rig = Rig::with(&format!("l1=64MiB,l2={}:64MiB,l2-files-max=20000", store.display()));
+    let open: Vec<Handle> = (0..5000)
+        .map(|at| {
+            let name = format!("open{at}");
+            rig.write(&name, b"held");
+            rig.reader(&name, 0)
+        })
+        .collect();
+    for at in 0..64 {
+        rig.stored(&format!("file{at}"), &vec![at as u8; MIB]);
+    }
+    assert!(rig.store().snapshot().counters.evictions_l2 > 0, "the test should fill the store");
+    for (at, handle) in open.iter().enumerate().step_by(500) {
+        assert_eq!(rig.find(&format!("open{at}")).map(|_| ()), Ok(()), "an open file left");
+        assert_eq!(answer(&rig.ask(handle, 0, 4), "a read"), Ok(b"held".to_vec()));
+    }
+    open.iter().for_each(|handle| rig.store().release(handle));
+    // Closed, they can leave like any other.
+    let before = rig.store().snapshot().counters.evictions_l2;
+    for at in 64..128 {
+        rig.stored(&format!("file{at}"), &vec![at as u8; MIB]);
+    }
+    assert!(rig.store().snapshot().counters.evictions_l2 > before);
+    assert_eq!((0..5000).filter(|at| rig.find(&format!("open{at}")).is_ok()).count(), 0);
+    rig.ends();
+}
+
+/// Whoever reads a file that is being written pins it. Readers that overlap never let go of it together, and the worker
+/// waited for that with everything behind it.
+#[test]
+fn readers_hold_up_neither_the_publish_queue_nor_publishing() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let handle = rig.open_new("slot", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &[1; 700_000]), "a write"), Ok(700_000));
+    // A reader that is being answered for as long as this test wants.
+    let (begun, has_begun) = channel();
+    let (end, may_end) = channel::<()>();
+    let store = rig.store().clone();
+    let id = handle.id;
+    let held = std::thread::spawn(move || {
+        let reader = store.open(id.0, libc::O_RDONLY, &Rig::caller()).unwrap().handle;
+        let reply = Box::new(move |result: Result<&[u8], Errno>| {
+            begun.send(result.map(<[u8]>::len)).unwrap();
+            let _ = may_end.recv();
+        });
+        store.read(&reader, 0, 4096, reply);
+        store.release(&reader);
+    });
+    assert_eq!(answer(&has_begun, "a read"), Ok(4096));
+    let (tell, told) = channel();
+    rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(answer(&told, "fsync of a file that is being read"), Ok(()));
+    rig.stored("behind", &[2; 70_000]);
+    // The last writer closes while the reader is still at it.
+    assert_eq!(answer(&rig.put(&handle, 0, &[3; 4096]), "a write"), Ok(4096));
+    rig.store().release(&handle);
+    rig.drained();
+    assert!(
+        rig.store().lock().hot(id.idx()).is_none_or(|hot| hot.sealed()),
+        "a reader keeps it from being sealed"
+    );
+    end.send(()).unwrap();
+    held.join().unwrap();
+    let mut wanted = vec![1; 700_000];
+    wanted[..4096].fill(3);
+    assert_eq!(rig.read(rig.find("slot").unwrap(), 700_000), Ok(wanted));
+    rig.ends();
+}
+
+/// The same with writers: each lets go only for the next to come. Whoever comes after the worker wanted its turn comes
+/// after the worker.
+#[test]
+fn writers_do_not_hold_up_the_publish_queue() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let handle = rig.open_new("slot", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &[1; 70_000]), "a write"), Ok(70_000));
+    let idx = handle.id.idx();
+    // A write that goes on until the test ends it.
+    rig.store().lock().hot_mut(idx).writing = true;
+    let (tell, told) = channel();
+    rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+    while !rig.store().lock().hot_mut(idx).claimed {
+        std::thread::yield_now();
+    }
+    rig.faults.hold(Class::WriteBack);
+    rig.store().lock().hot_mut(idx).writing = false;
+    let next = rig.put(&handle, 0, &[2; 70_000]);
+    let had_its_turn = rig.store().lock().hot_mut(idx).transfers > 0;
+    assert!(had_its_turn || next.try_recv().is_err(), "the next writer came before the worker");
+    rig.store().with(|core| core.wake_if_unwritten(idx));
+    // Once the worker has taken its copy it is the writer's turn.
+    assert_eq!(answer(&next, "a write"), Ok(70_000));
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(answer(&told, "fsync of a file that is being written"), Ok(()));
+    rig.store().release(&handle);
+    rig.drained();
+    assert_eq!(rig.read(rig.find("slot").unwrap(), 70_000), Ok(vec![2; 70_000]));
+    rig.ends();
+}
+
+/// The list of files under construction holds what is under construction.
+#[test]
+fn what_was_published_or_given_up_is_not_under_construction() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = format!("l1=64MiB,l2={}:64MiB", dir.path().join("store").display());
+    for options in [store.as_str(), "l1=64MiB"] {
+        let rig = Rig::with(options);
+        for at in 0..50 {
+            rig.write(&at.to_string(), b"published");
+            let handle = rig.open_new(&format!("gone{at}"), libc::O_EXCL);
+            rig.store().unlink(ROOT_INO, format!("gone{at}").as_bytes(), &Rig::caller()).unwrap();
+            rig.store().release(&handle);
+        }
+        let open = rig.open_new("open", libc::O_EXCL);
+        assert_eq!(rig.store().lock().building.len(), 1, "{options}");
+        rig.store().release(&open);
+        assert_eq!(rig.store().lock().building.len(), 0, "{options}");
+        rig.ends();
+    }
+}
+
+/// A small read of a large cold file waits for its own blocks; the rest of the file comes behind what others wait for.
+#[test]
+fn only_what_is_read_goes_before_everything_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig =
+        Rig::with(&format!("l1=64MiB,l2={}:64MiB,slab-file-max=32MiB", dir.path().join("store").display()));
+    let content: Vec<u8> = (0..20 * MIB).map(|at| (at >> 12) as u8).collect();
+    rig.stored("file", &content);
+    rig.empty_l1();
+    let reader = rig.reader("file", 0);
+    rig.faults.hold(Class::Promotion);
+    let at = 9 * MIB + 4096;
+    let read = answer(&rig.ask(&reader, at as u64, 4096), "a small read");
+    assert_eq!(read, Ok(content[at..at + 4096].to_vec()));
+    assert!(rig.faults.held(Class::Promotion) > 0, "the rest of the file is not wanted at once");
+    let later = rig.ask(&reader, 0, 4096);
+    rig.faults.release(Class::Promotion);
+    assert_eq!(answer(&later, "a read of the rest"), Ok(content[..4096].to_vec()));
+    assert_eq!(answer(&rig.ask(&reader, 0, 20 * MIB), "all of it"), Ok(content));
+    rig.store().release(&reader);
+    rig.ends();
+}
+
+/// What the daemon holds of writes that wait is told, and given back.
+#[test]
+fn what_is_held_of_waiting_writes_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store");
+    let rig = Rig::with(&format!("l1=64MiB,l2={}:128MiB,dirty-limit=32MiB", store.display()));
+    let handle = rig.open_new("file", libc::O_EXCL);
+    rig.faults.hold(Class::WriteBack);
+    let piece = vec![1; MIB];
+    let told: Vec<_> = (0..40).map(|at| rig.put(&handle, (at * MIB) as u64, &piece)).collect();
+    let snapshot = rig.store().snapshot();
+    assert!(snapshot.waiting_bytes >= 7 * MIB as u64, "{}", snapshot.waiting_bytes);
+    assert!(snapshot.dirty_bytes <= snapshot.dirty_limit_bytes);
+    rig.faults.release(Class::WriteBack);
+    told.iter().for_each(|told| assert_eq!(answer(told, "a write that waited"), Ok(MIB as u32)));
+    assert_eq!(rig.store().snapshot().waiting_bytes, 0);
+    rig.store().release(&handle);
+    rig.drained();
+    rig.ends();
+}

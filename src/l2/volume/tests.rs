@@ -1,0 +1,231 @@
+//! What becomes a store, what is opened as one, and what is left alone.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 64 * MIB;
+
+#[derive(Default)]
+struct Records(Vec<Record>);
+
+impl CatalogReader for Records {
+    fn devices(&mut self, _: &[u64], _: u64) {}
+    fn record(&mut self, record: Record) {
+        self.0.push(record);
+    }
+}
+
+fn options() -> VolumeOptions {
+    VolumeOptions {
+        wrap: None,
+        format: false,
+        read_only: false,
+        files_max: None,
+        device: DeviceOptions::default(),
+    }
+}
+
+fn open(paths: &[(&Path, Option<u64>)]) -> Result<Opened> {
+    Volume::open(paths, &options(), &mut Records::default())
+}
+
+fn refused(paths: &[(&Path, Option<u64>)]) -> String {
+    let said = open(paths).err().expect("refused").to_string();
+    assert!(!said.contains('\n'), "{said}");
+    said
+}
+
+/// A file of zeros that takes no room.
+fn sparse(dir: &Path, name: &str, size: u64) -> PathBuf {
+    let path = dir.join(name);
+    File::create(&path).unwrap().set_len(size).unwrap();
+    path
+}
+
+fn write(path: &Path, at: u64, bytes: &[u8]) {
+    OpenOptions::new().write(true).open(path).unwrap().write_all_at(bytes, at).unwrap();
+}
+
+fn state(path: &Path) -> (u64, Vec<u8>) {
+    File::open(path).unwrap().sync_all().unwrap();
+    (fs::metadata(path).unwrap().blocks(), fs::read(path).unwrap())
+}
+
+/// Marks as other programs write them, the first page zero wherever they leave it alone.
+#[test]
+fn what_is_somebody_elses_is_named_and_left_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let md = 0xa92b_4efcu32.to_le_bytes();
+    let zfs = 0x00ba_b10cu64.to_be_bytes();
+    let marks: [(u64, &[u8], &str); 20] = [
+        (0, b"XFSB", "XFS"),
+        (1080, &[0x53, 0xef], "ext4"),
+        (65600, b"_BHRfS_M", "btrfs"),
+        (132 << 10, &zfs, "ZFS"),
+        (SIZE - (100 << 10), &zfs, "ZFS"),
+        (SIZE - (300 << 10), &0x00ba_b10cu64.to_le_bytes(), "ZFS"),
+        (512, b"LABELONE", "LVM"),
+        (0, &md, "RAID"),
+        (4096, &md, "RAID"),
+        (SIZE - 8192, &md, "RAID"),
+        (SIZE - 65536, &md, "RAID"),
+        (4086, b"SWAPSPACE2", "swap"),
+        (0, b"LUKS\xba\xbe", "LUKS"),
+        (512, b"EFI PART", "GPT"),
+        (SIZE - 512, b"EFI PART", "GPT"),
+        (510, &[0x55, 0xaa], "MBR"),
+        (3, b"NTFS    ", "NTFS"),
+        (12345, b"?", "data at byte 12345"),
+        (SIZE - 1, b"?", "data at byte 67108863"),
+        (5 * MIB, b"?", "data at byte 5242880"),
+    ];
+    for (at, mark, name) in marks {
+        let path = sparse(dir.path(), "image", SIZE);
+        write(&path, at, mark);
+        let before = state(&path);
+        for size in [None, Some(SIZE)] {
+            let said = refused(&[(&path, size)]);
+            assert!(said.contains("not a kvcachefs store") && said.contains("--format"), "{said}");
+            assert!(said.contains(name), "{name} at {at}: {said}");
+            assert!(state(&path) == before, "{name}: changed by a refusal");
+        }
+        let format = VolumeOptions { format: true, ..options() };
+        assert!(Volume::open(&[(&path, None)], &format, &mut Records::default()).unwrap().fresh);
+        assert!(!open(&[(&path, None)]).unwrap().fresh, "{name}: the new store opens");
+    }
+}
+
+/// What is behind the first 256 MiB is looked at here and there, and at the end whole.
+#[test]
+fn large_images_are_looked_at_as_well() {
+    let dir = tempfile::tempdir().unwrap();
+    let size = 64 << 30;
+    for (at, bytes) in [(200 * MIB, 1), (400 * MIB, 2 * MIB), (size - 5, 5)] {
+        let path = sparse(dir.path(), "image", size);
+        write(&path, at, &vec![b'?'; bytes as usize]);
+        let said = refused(&[(&path, None)]);
+        assert!(said.contains(&format!("data at byte {at}")), "{said}");
+    }
+}
+
+#[test]
+fn zeros_become_a_store_and_take_their_room_then() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = sparse(dir.path(), "zeros", SIZE);
+    // Where files will be, nobody keeps a mark.
+    write(&path, 40 * MIB, b"old data");
+    assert!(open(&[(&path, None)]).unwrap().fresh);
+    assert!(fs::metadata(&path).unwrap().blocks() * 512 >= SIZE);
+    assert!(!open(&[(&path, None)]).unwrap().fresh);
+}
+
+#[test]
+fn a_set_that_is_refused_leaves_no_new_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let (new, foreign) = (dir.path().join("new"), sparse(dir.path(), "foreign", SIZE));
+    write(&foreign, 65600, b"_BHRfS_M");
+    let before = state(&foreign);
+    let said = refused(&[(&new, Some(SIZE)), (&foreign, None)]);
+    assert!(said.contains("btrfs"), "{said}");
+    assert!(!new.exists());
+    assert!(state(&foreign) == before);
+}
+
+#[test]
+fn one_good_superblock_is_enough_and_none_is_damage() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("store");
+    assert!(open(&[(&path, Some(SIZE))]).unwrap().fresh);
+    let page = |at| {
+        let mut page = vec![0; PAGE];
+        File::open(&path).unwrap().read_exact_at(&mut page, at).unwrap();
+        page
+    };
+    let good = page(0);
+    let flipped = |at: usize| {
+        let mut page = good.clone();
+        page[at] ^= 4;
+        page
+    };
+    for bad in [vec![0; PAGE], vec![b'x'; PAGE], flipped(8), flipped(50), flipped(3)] {
+        for at in [0, COPY_AT] {
+            write(&path, at, &bad);
+            assert!(!open(&[(&path, None)]).unwrap().fresh);
+            write(&path, at, &good);
+        }
+    }
+    // A page that was zeroed and another that was damaged are no blank device.
+    write(&path, 0, &vec![0; PAGE]);
+    write(&path, COPY_AT, &flipped(50));
+    assert!(refused(&[(&path, None)]).contains("damaged"));
+    write(&path, COPY_AT, &vec![0; PAGE]);
+    assert!(refused(&[(&path, None)]).contains("never finished, or has lost its superblocks"));
+}
+
+/// A number that means something, or any.
+fn number() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        Just(0),
+        Just(1),
+        Just(u64::MAX),
+        (0..20u64).prop_map(|at| at * MIB),
+        (0..8u64).prop_map(|at| at * PAGE as u64),
+        (0..64u32).prop_map(|bit| 1 << bit),
+        any::<u64>(),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// A right checksum says nothing about who wrote it.
+    #[test]
+    fn any_superblock_is_opened_or_refused(
+        changes in proptest::collection::vec((0..6usize, number()), 1..4),
+        headers in proptest::collection::vec((0..2u64, 0..4usize, number()), 0..3),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("store");
+        drop(open(&[(&path, Some(16 * MIB))]).unwrap());
+        let page = |at| {
+            let mut page = [0; PAGE];
+            File::open(&path).unwrap().read_exact_at(&mut page, at).unwrap();
+            page
+        };
+        let Found::Ours(mut superblock) = Superblock::decode(&page(0)) else { panic!("made just now") };
+        for (field, value) in changes {
+            match field {
+                0 => superblock.len = value,
+                1 => superblock.meta_start = value,
+                2 => superblock.meta_len = value,
+                3 => superblock.data_start = value,
+                4 => superblock.files_max = value,
+                _ => superblock.devices = value as u32,
+            }
+        }
+        [0, COPY_AT].iter().for_each(|at| write(&path, *at, &superblock.encode()));
+        for (slot, field, value) in headers {
+            // Generation, position, sequence, then area and chunks.
+            let at = META_AT + slot * PAGE as u64;
+            let mut header = page(at);
+            header[16 + field * 8..][..8].copy_from_slice(&value.to_le_bytes());
+            let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &header[..PAGE - 4]) as u32;
+            header[PAGE - 4..].copy_from_slice(&sum.to_le_bytes());
+            write(&path, at, &header);
+        }
+        if let Ok(opened) = open(&[(&path, None)]) {
+            // What was opened can be used.
+            opened.volume.append(&[vec![1; 100]]).unwrap();
+            let checkpoint = opened.volume.begin_checkpoint();
+            opened.volume.finish_checkpoint(checkpoint).unwrap();
+            prop_assert!(opened.volume.capacity_pages() <= 16 * MIB / PAGE as u64);
+        }
+    }
+}
