@@ -514,6 +514,8 @@ fn raise_limits(notes: &mut Vec<String>) -> usize {
 #[cfg(test)]
 mod catalog_tests;
 #[cfg(test)]
+mod device_log;
+#[cfg(test)]
 mod in_flight_tests;
 #[cfg(test)]
 mod tests;

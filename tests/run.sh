@@ -12,7 +12,7 @@ modes="auto daemon threads memory striped block strict"
 while [ $# -gt 0 ]; do
     case $1 in
     --modes) modes=${2:?--modes wants a list of modes}; shift 2 ;;
-    --full) export KVCACHEFS_TEST_FULL=1 KVCACHEFS_TEST_KILLS=200; shift ;;
+    --full) export KVCACHEFS_TEST_FULL=1 KVCACHEFS_TEST_KILLS=200 KVCACHEFS_TEST_CUTS=3000; shift ;;
     --) shift; break ;;
     *) echo "$1: unknown; use --modes, --full or --" >&2; exit 1 ;;
     esac

@@ -222,3 +222,86 @@ fn a_flush_that_fails_is_told_and_what_was_durable_stays() {
     assert_eq!(rig.drain(), Ok(()));
     rig.stop();
 }
+
+#[test]
+fn a_long_attribute_can_be_replaced_where_two_fit() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.write("file", &[1; 10]);
+    let ino = rig.find("file").unwrap();
+    for fill in [1, 2] {
+        for name in [b"user.one", b"user.two"] {
+            assert_eq!(rig.store().setxattr(ino, name, &[fill; 63 << 10], 0), Ok(()));
+        }
+    }
+    assert_eq!(rig.store().setxattr(ino, b"user.three", &[3; 63 << 10], 0), Err(Errno::ENOSPC));
+    rig.stop();
+}
+
+#[test]
+fn a_directory_takes_along_what_was_replaced_in_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let mkdir =
+        |name: &str| rig.store().mkdir(ROOT_INO, name.as_bytes(), 0o755, &Rig::caller()).unwrap().attr.ino;
+    let first = mkdir("first");
+    let rename = |from: u64, name: &str, to: u64, new_name: &str| {
+        let caller = Rig::caller();
+        rig.store().rename(from, name.as_bytes(), to, new_name.as_bytes(), 0, &caller).unwrap();
+    };
+    rig.write("old", &[1; 50_000]);
+    rename(ROOT_INO, "old", first, "name");
+    assert_eq!(rig.drain(), Ok(()));
+    // The one that replaces it gets another name while its bytes are on their way, and the directory goes away.
+    rig.faults.hold(crate::l2::Class::WriteBack);
+    rig.write("new", &[2; 50_000]);
+    rename(ROOT_INO, "new", first, "name");
+    rename(first, "name", ROOT_INO, "moved");
+    rig.store().rmdir(ROOT_INO, b"first").unwrap();
+    let is_gone = || rig.store().lock().by_id(crate::store::node::NodeId(first)).is_none();
+    while !is_gone() {
+        std::thread::yield_now();
+    }
+    // It may well be kept where the other was.
+    mkdir("second");
+    rig.store().commit(rig.daemon.volume.as_ref().unwrap(), true);
+    rig.stop();
+
+    let rig = Rig::start(dir.path());
+    assert!(!rig.said("dropped"), "{}", String::from_utf8(rig.events.read(0, 1 << 20)).unwrap());
+    let second = rig.find("second").unwrap();
+    let found = rig.store().lookup(second, b"name", &Rig::caller());
+    assert!(matches!(found, Answer::Now(Err(Errno::ENOENT))));
+    assert_eq!(rig.find("moved"), Err(Errno::ENOENT));
+    assert_eq!(rig.store().snapshot().used_bytes, 0);
+    rig.stop();
+}
+
+#[test]
+fn what_was_removed_while_it_was_on_its_way_does_not_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let handle = rig.create("name", &[1; 50_000]);
+    assert_eq!(rig.fsync(&handle), Ok(()));
+    let (tell, told) = channel();
+    rig.store().write(&handle, 50_000, &[1; 50_000], Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(told.recv().unwrap(), Ok(50_000));
+    rig.faults.hold(crate::l2::Class::WriteBack);
+    rig.store().release(&handle);
+    // A version that shows its bytes, and loses the name.
+    let open = || rig.store().open(rig.find("name").unwrap(), libc::O_WRONLY, &Rig::caller());
+    let copy = open().or_else(|_| open()).unwrap();
+    rig.store().unlink(ROOT_INO, b"name", &Rig::caller()).unwrap();
+    while rig.store().lock().queue.pending() && !rig.store().lock().queue.removed.is_empty() {
+        std::thread::yield_now();
+    }
+    rig.faults.release(crate::l2::Class::WriteBack);
+    assert_eq!(rig.drain(), Ok(()));
+    assert_eq!(rig.drain(), Ok(()));
+    rig.stop();
+    drop(copy);
+
+    let rig = Rig::start(dir.path());
+    assert_eq!(rig.find("name"), Err(Errno::ENOENT));
+    rig.stop();
+}

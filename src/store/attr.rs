@@ -366,8 +366,13 @@ impl Store {
             if flags & libc::XATTR_REPLACE != 0 && !exists {
                 return Err(Errno::ENODATA);
             }
-            let others: usize =
-                node.xattrs.iter().flat_map(|list| list.iter()).map(|(k, v)| k.len() + v.len()).sum();
+            let others: usize = node
+                .xattrs
+                .iter()
+                .flat_map(|list| list.iter())
+                .filter(|(other, _)| **other != *name)
+                .map(|(k, v)| k.len() + v.len())
+                .sum();
             if others + name.len() + value.len() > XATTRS_MAX {
                 return Err(Errno::ENOSPC);
             }

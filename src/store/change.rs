@@ -260,7 +260,8 @@ impl Core {
             hot.blocks.resize_with(index + 1, Block::default);
         }
         let block = &hot.blocks[index];
-        if block.is_loading() {
+        // The device may still be taking the bytes of a version that was sealed: their checksum is known already.
+        if block.is_loading() || block.fixed {
             return Err(Stop::Load);
         }
         if block.bad && keep {
@@ -554,6 +555,7 @@ impl Core {
         let gone: Vec<Block> =
             if hot.blocks.len() > keep { hot.blocks.drain(keep..).collect() } else { Vec::new() };
         hot.valid_to = hot.valid_to.min(size);
+        hot.size_kept = hot.size_kept.min(size);
         hot.crc_to = usize::MAX;
         if size == 0 {
             // Whoever has seen it, fills it or reads from it right now keeps it as it is.

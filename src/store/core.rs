@@ -29,6 +29,10 @@ use crate::writeback::queue::PublishQueue;
 /// Marks the blocks of an extent as a hole: they read as zeros and take no space.
 pub const HOLE: u64 = u64::MAX;
 
+/// A directory's list of versions that replace others is looked through when it has this length, and twice that, and
+/// so on: so it stays as long as what is on its way.
+const REPLACING_MIN: usize = 32;
+
 /// What the store was told to do, fixed at start.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -396,8 +400,8 @@ impl Core {
     /// The size, places and checksums of all blocks as one list, for the record and for a sealed file.
     ///
     /// While a file is written in place, this is what the device has of it: blocks that have changed since are told as
-    /// they were stored. What the file has grown by and was not stored reads as zeros; what it was cut by comes back
-    /// as long as the new end is not stored.
+    /// they were stored. What the file has grown by is there as far as it is stored; what it was cut by comes back as long
+    /// as the new end is not stored.
     pub fn layout(&self, idx: Idx) -> (u64, Vec<Extent>, Vec<u32>) {
         let node = self.node(idx);
         debug_assert!(
@@ -407,14 +411,8 @@ impl Core {
         let Some(hot) = node.hot.as_ref().filter(|hot| hot.placed) else {
             return (node.size, node.extents.as_slice().to_vec(), node.crcs.as_slice().to_vec());
         };
-        let pages = |index| (block_len(node.size, index) as u64).div_ceil(4096);
-        let last = blocks_for(node.size).saturating_sub(1);
-        let size = match hot.blocks.get(last) {
-            Some(block) if !block.place.is_empty() => {
-                node.size.max(last as u64 * BLOCK + u64::from(block.stored.1))
-            }
-            _ => node.size,
-        };
+        let size = hot.stored_size(node.size);
+        let pages = |index| (block_len(size, index) as u64).div_ceil(4096);
         let mut extents: Vec<Extent> = Vec::new();
         let mut crcs = Vec::with_capacity(hot.blocks.len());
         let mut push = |extent: Extent| match extents.last_mut() {
@@ -428,7 +426,7 @@ impl Core {
             }
             _ => extents.push(extent),
         };
-        for (index, block) in hot.blocks.iter().enumerate().take(blocks_for(node.size)) {
+        for (index, block) in hot.blocks.iter().enumerate().take(blocks_for(size)) {
             block.place.iter().for_each(|extent| push(*extent));
             let lacks = pages(index).saturating_sub(in_list(&block.place));
             if lacks > 0 {
@@ -465,6 +463,7 @@ impl Core {
     pub fn spread_layout(&mut self, idx: Idx) {
         self.size_blocks(idx);
         let node = self.node_mut(idx);
+        let durable = node.has(DURABLE);
         let (size, extents, crcs) =
             (node.size, std::mem::take(&mut node.extents), std::mem::take(&mut node.crcs));
         let hot = self.hot_mut(idx);
@@ -472,6 +471,7 @@ impl Core {
             return;
         }
         hot.placed = true;
+        hot.size_kept = if durable { size } else { 0 };
         for (index, block) in hot.blocks.iter_mut().enumerate() {
             let place = Self::place_in(&extents, size, index);
             if !place.iter().all(|extent| extent.start == HOLE) {
@@ -590,13 +590,14 @@ impl Core {
             Some(hot) => std::mem::take(&mut hot.supersedes),
             None => Vec::new(),
         };
+        old.extend(self.take_replaced(idx));
         // What is on its way to the device and still the base of its successor will have a record, too.
         let coming = self.hot(idx).is_some_and(|hot| hot.based > 0) && self.in_write_back(idx);
         if self.node(idx).has(DURABLE) || coming {
             old.push(self.id(idx));
         }
         match successor {
-            Some(new) if !self.settings.memory_only => self.hot_mut(new).supersedes.extend(old),
+            Some(new) if !self.settings.memory_only => self.supersede(new, old),
             _ => self.remove_records(old),
         }
         self.reap(idx);
@@ -631,6 +632,49 @@ impl Core {
         any
     }
 
+    /// Has the records of `ids` stand until that of `new` is there.
+    pub fn supersede(&mut self, new: Idx, ids: Vec<NodeId>) {
+        let new_id = self.id(new);
+        for id in &ids {
+            let Some(parent) = self.by_id(*id).map(|idx| self.node(idx).parent) else { continue };
+            let Some(dir) = self.tree.nodes.get_mut(parent).and_then(Node::dir_mut) else { continue };
+            if dir.replacing.last() == Some(&new_id) {
+                continue;
+            }
+            dir.replacing.push(new_id);
+            if dir.replacing.len() >= REPLACING_MIN && dir.replacing.len().is_power_of_two() {
+                let mut list = std::mem::take(&mut dir.replacing);
+                let waits = |id: &NodeId| {
+                    let hot = self.tree.nodes.by_id(*id).and_then(|node| node.hot.as_ref());
+                    *id == new_id || hot.is_some_and(|hot| !hot.supersedes.is_empty())
+                };
+                list.retain(waits);
+                if let Some(dir) = self.tree.nodes.get_mut(parent).and_then(Node::dir_mut) {
+                    dir.replacing = list;
+                }
+            }
+        }
+        self.hot_mut(new).supersedes.extend(ids);
+    }
+
+    /// What has been replaced in directory `idx` and still has a record. A directory that goes away takes it along:
+    /// its successor may have got a name elsewhere, and a record without its directory would be that of another
+    /// directory once the place is used again.
+    fn take_replaced(&mut self, idx: Idx) -> Vec<NodeId> {
+        let Some(dir) = self.node_mut(idx).dir_mut() else { return Vec::new() };
+        let mut taken = Vec::new();
+        for id in std::mem::take(&mut dir.replacing) {
+            let Some(new) = self.by_id(id) else { continue };
+            let Some(hot) = &mut self.node_mut(new).hot else { continue };
+            let (here, elsewhere): (Vec<_>, Vec<_>) = std::mem::take(&mut hot.supersedes)
+                .into_iter()
+                .partition(|old| self.tree.nodes.by_id(*old).is_some_and(|node| node.parent == idx));
+            self.hot_mut(new).supersedes = elsewhere;
+            taken.extend(here);
+        }
+        taken
+    }
+
     /// Has the records of `ids` removed with the next commit.
     pub fn remove_records(&mut self, ids: Vec<NodeId>) {
         if ids.is_empty() {
@@ -639,7 +683,6 @@ impl Core {
         for id in ids {
             // What is on its way must not be recorded after its record was removed.
             if let Some(idx) = self.by_id(id)
-                && !self.node(idx).has(DURABLE)
                 && let Some(WriteBack::Queued(seq)) = self.hot(idx).map(|hot| hot.write_back)
             {
                 self.forget_entry(seq, id);

@@ -70,6 +70,8 @@ pub type Place = SmallVec<[Extent; 1]>;
 pub struct Block {
     pub mem: Mem,
     pub io: BlockIo,
+    /// What is being written to the device is this block's memory, not a copy of it.
+    pub fixed: bool,
     /// Changed since it was last written to the device.
     pub dirty: bool,
     /// The number of its last change, so that a transfer that overlapped one is not taken for its result.
@@ -250,6 +252,9 @@ pub struct Hot {
     numbers: u32,
     /// Device transfers that are going on.
     pub transfers: u32,
+    /// The size that its record has, or that an fsync was promised: what it has grown by since is in no record before
+    /// it is stored.
+    pub size_kept: u64,
     /// The blocks, not the node, know where the bytes are on the device and their checksums.
     pub placed: bool,
     pub write_back: WriteBack,
@@ -328,6 +333,7 @@ impl Hot {
             emptied: 0,
             numbers: 0,
             transfers: 0,
+            size_kept: 0,
             placed: true,
             write_back: WriteBack::None,
             supersedes: Vec::new(),
@@ -362,6 +368,30 @@ impl Hot {
             (self.valid_to.saturating_sub(index as u64 * BLOCK) as usize).min(len)
         } else {
             len
+        }
+    }
+
+    /// How long the file is on the device, which is `size` once everything is stored.
+    ///
+    /// An end that was written and is not stored is left out: after a crash there would be zeros that nobody wrote. But
+    /// not beyond what is promised already.
+    pub fn stored_size(&self, size: u64) -> u64 {
+        let mut end = size;
+        while end > self.size_kept.min(size) {
+            let index = blocks_for(end) - 1;
+            let Some(block) = self.blocks.get(index).filter(|block| block.dirty) else { break };
+            let stored = if block.place.is_empty() { 0 } else { u64::from(block.stored.1) };
+            end = end.min(index as u64 * BLOCK + stored).max(self.size_kept.min(size));
+            if stored > 0 {
+                break;
+            }
+        }
+        // Cut off, and not stored at its new length: a block is checked as a whole.
+        match end.checked_sub(1).and_then(|last| self.blocks.get((last / BLOCK) as usize)) {
+            Some(block) if !block.place.is_empty() => {
+                end.max((end - 1) / BLOCK * BLOCK + u64::from(block.stored.1))
+            }
+            _ => end,
         }
     }
 

@@ -110,6 +110,9 @@ pub struct Dir {
     pub same_size: u32,
     /// `user.kv.publish=posix`: files are visible at once, as on any file system.
     pub posix: bool,
+    /// Versions on their way to the device that took the place of one here, whose record stands until then. Some may
+    /// have arrived.
+    pub replacing: Vec<NodeId>,
 }
 
 #[derive(Debug)]

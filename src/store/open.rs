@@ -297,7 +297,7 @@ impl Core {
         self.hot_mut(old).held += 1;
         self.drop_name(new, None, true);
         self.hot_mut(old).held -= 1;
-        self.hot_mut(old).supersedes.extend(supersedes.into_iter().filter(|id| *id != old_id));
+        self.supersede(old, supersedes.into_iter().filter(|id| *id != old_id).collect());
         self.tree.link(old, parent, &name);
         self.leave_to(new_id, old);
         let node = self.node_mut(old);

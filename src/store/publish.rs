@@ -279,7 +279,17 @@ impl Core {
         }
         let seq = self.store_soon(idx);
         let reply = self.by_deadline(reply).into_reply();
-        self.hot_mut(idx).fsyncs.push((seq, reply));
+        let size = self.node(idx).size;
+        let hot = self.hot_mut(idx);
+        if blocks_for(size)
+            .checked_sub(1)
+            .and_then(|last| hot.blocks.get(last))
+            .is_none_or(|last| !last.dirty)
+        {
+            // It ends in a hole, which nothing stores.
+            hot.size_kept = size;
+        }
+        hot.fsyncs.push((seq, reply));
         self.queue.urgent = true;
         self.wakes.committer = true;
         self.wakes.writer = true;

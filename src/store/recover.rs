@@ -1,9 +1,9 @@
 //! Building the store's state from the catalog.
 //!
 //! Records arrive in any order: a directory's may follow those of its files. So they are first put in their places
-//! and only then tied together. What does not fit together (two files that claim the same blocks, a file without its
-//! directory, two of one name) cannot come from a crash, since commits are whole; but if it is there, it is dropped and
-//! said, never guessed at.
+//! and only then tied together. What does not fit together is dropped and said, never guessed at. Two of one name come
+//! from a crash between a checkpoint and the commit that removes the older one; two files that claim the same blocks and a
+//! file without its directory come from none, since commits are whole.
 
 use super::attr::{NAME_MAX, XATTRS_MAX};
 use super::core::HOLE;

@@ -42,12 +42,16 @@ struct Commit {
 }
 
 impl Core {
-    pub fn record(&self, idx: Idx) -> Vec<u8> {
+    pub fn record(&mut self, idx: Idx) -> Vec<u8> {
         let node = self.node(idx);
         let (size, extents, crcs) = match node.detail {
             Detail::File => self.layout(idx),
             _ => (node.size, Vec::new(), Vec::new()),
         };
+        if let Some(hot) = &mut self.node_mut(idx).hot {
+            hot.size_kept = size;
+        }
+        let node = self.node(idx);
         let (kind, target) = match &node.detail {
             Detail::File => (0, Vec::new()),
             Detail::Dir(_) => (1, Vec::new()),
@@ -357,7 +361,7 @@ impl Store {
             let mut step = Vec::new();
             let mut bytes = 0;
             {
-                let core = self.lock();
+                let mut core = self.lock();
                 let end = core.tree.nodes.end().min(at.saturating_add(CHECKPOINT_STEP));
                 if at >= end {
                     return Ok(checkpoint);

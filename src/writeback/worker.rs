@@ -232,6 +232,7 @@ impl Core {
             };
             let block = &mut hot.blocks[index];
             block.io = BlockIo::Writing(block.version);
+            block.fixed = !copy;
             let reserved = std::mem::take(&mut block.reserved);
             let (version, crc) = (block.version, if copy { None } else { block.crc });
             self.space.on(device).reserved -= u64::from(reserved);
@@ -295,6 +296,7 @@ impl Core {
             let block = block.filter(|block| block.io == BlockIo::Writing(piece.version));
             if let Some(block) = block {
                 block.io = BlockIo::Idle;
+                block.fixed = false;
                 if error.is_none() {
                     let old = std::mem::replace(&mut block.place, piece.place);
                     block.stored = (piece.crc.unwrap_or(0), piece.len as u32);
