@@ -46,6 +46,9 @@ pub struct Ready {
 /// # Errors
 /// In the parent: the child's error, word by word. Otherwise: no fork was possible.
 pub fn start(daemon: bool, pid_file: Option<&Path>) -> Result<Option<Ready>> {
+    if let Some(path) = pid_file {
+        PidFile::check(path)?;
+    }
     let ready =
         |parent| Ready { parent, pid_path: pid_file.map(Path::to_owned), pid_file: None, detached: false };
     if !daemon {
@@ -165,7 +168,35 @@ fn leave_terminal() -> nix::Result<()> {
 struct PidFile(PathBuf);
 
 impl PidFile {
+    /// Another daemon that runs would lose its own. A process that only has the number of one that ended does not count.
+    fn check(path: &Path) -> Result<()> {
+        let name = |pid: &str| fs::read_to_string(format!("/proc/{pid}/comm")).ok();
+        match Self::pid_in(path) {
+            Some(pid)
+                if pid != getpid().as_raw()
+                    && name(&pid.to_string()).is_some_and(|found| Some(found) == name("self")) =>
+            {
+                Err(Error::new(
+                    format!("--pid-file {}", path.display()),
+                    format!("belongs to process {pid}, which runs"),
+                )
+                .remedy("name another file, or stop that one first"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn pid_in(path: &Path) -> Option<i32> {
+        // As it is written: not through a link. And a pipe must not hold us up.
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+        let mut text = String::new();
+        file.read_to_string(&mut text).ok()?;
+        text.trim().parse().ok().filter(|pid| *pid > 0)
+    }
+
     fn write(path: PathBuf) -> Result<Self> {
+        Self::check(&path)?;
         // Where others may make files, a link of theirs must not lead root to another file.
         let file = OpenOptions::new()
             .write(true)
@@ -183,7 +214,9 @@ impl PidFile {
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        // If it is gone already, somebody cleaned up before us.
-        let _ = fs::remove_file(&self.0);
+        // If it is gone already, somebody cleaned up before us; if it names another, it is that one's.
+        if Self::pid_in(&self.0) == Some(getpid().as_raw()) {
+            let _ = fs::remove_file(&self.0);
+        }
     }
 }

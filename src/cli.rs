@@ -112,7 +112,7 @@ pub fn parse(
             return Ok(Action::Show(Text(shown)));
         }
         Err(error) if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            return Err(Error::new("kvcachefs", "no command given").remedy("use mount, umount or version"));
+            return Err(Error::new("no command given", "").remedy("use mount, umount or version"));
         }
         Err(error) => return Err(usage_error(&error)),
     };
@@ -191,11 +191,21 @@ mod tests {
             (&["mount", "--lock=maybe", "/mnt"], "--lock"),
             (&["mount", "--threads=many", "/mnt"], "--threads"),
             (&["mount", "--log-level", "loud", "/mnt"], "--log-level: log level 'loud' is unknown"),
-            (&["mount", "-o", "ro,dirty=1GiB", "/mnt"], "-o: --dirty: unknown option"),
-            (&["mount", "-o", "l1=4", "/mnt"], "-o: --l1: size '4' has no unit"),
-            (&["mount", "/a", "/b"], "/b"),
+            (&["mount", "-o", "ro,dirty=1GiB", "/mnt"], "-o dirty: unknown option"),
+            (
+                &["mount", "-o", "dirty_limits=1GiB", "/mnt"],
+                "-o dirty_limits: unknown option; did you mean dirty_limit?",
+            ),
+            (
+                &["mount", "-o", "remount,ro", "/mnt"],
+                "-o remount: is not supported; unmount, and mount again",
+            ),
+            (&["mount", "-o", "format", "/mnt"], "-o format: would empty the stores at every start"),
+            (&["mount", "-o", "l1=4", "/mnt"], "-o l1: size '4' has no unit"),
+            (&["mount", "/a", "/b"], "/b: a second mount point; give one"),
+            (&["version", "/b"], "/b: is not expected here"),
             (&["mount"], "MOUNTPOINT: is missing"),
-            (&["umount"], "MOUNTPOINT"),
+            (&["umount"], "<MOUNTPOINT>: is missing; kvcachefs umount --help shows how"),
             (&["dismount"], "dismount: unknown command"),
             (&[], "no command given"),
         ] {

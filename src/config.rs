@@ -376,14 +376,13 @@ impl Config {
             )
             .remedy("give less, or a larger --l1"));
         }
-        if self.source("dirty_limit") != Source::Default
-            && self.dirty_limit < DIRTY_MIN.min(Bytes(self.l1.get() / 2))
-        {
+        let least = DIRTY_MIN.min(Bytes(self.l1.get() / 2));
+        if self.source("dirty_limit") != Source::Default && self.dirty_limit < least {
             return Err(wrong(
                 "dirty_limit",
                 format!("{} is too little for writers to make progress", self.dirty_limit),
             )
-            .remedy(format!("give at least {DIRTY_MIN}")));
+            .remedy(format!("give at least {least}")));
         }
         if self.slab_file_max > self.l1 {
             return Err(wrong(
@@ -427,7 +426,7 @@ impl Config {
             if !seen.insert(identity(&spec.path)) {
                 return Err(Error::new(what, "the same store is given twice").remedy("give every store once"));
             }
-            spec.check(self.format).map_err(|error| error.within(what))?;
+            spec.check(self.format, self.read_only).map_err(|error| error.within(what))?;
         }
         Ok(())
     }
@@ -479,7 +478,8 @@ impl Config {
             ("mountpoint", Some(path(&self.mountpoint))),
             ("l1", Some(text(&self.l1))),
             ("l2", Some(format!("[{stores}]"))),
-            ("format", Some(self.format.to_string())),
+            // A file must not say it; the next start is not to empty the store again.
+            ("format", (!self.format).then(|| "false".to_owned())),
             ("l2_engine", Some(text(&self.l2_engine))),
             ("queue_depth", Some(self.queue_depth.to_string())),
             ("l2_files_max", self.l2_files_max.map(|n| n.to_string())),
@@ -516,6 +516,9 @@ impl Config {
             // Writing to a string cannot fail.
             let _ = match value {
                 Some(value) => writeln!(out, "{key} = {value} # {}", self.source(key)),
+                None if key == "format" => {
+                    writeln!(out, "# format was given: this start has made the stores anew")
+                }
                 None => writeln!(out, "# {key} is not set"),
             };
         }

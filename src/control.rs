@@ -18,7 +18,7 @@ use crate::store::attr::{Attr, Entry};
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::report::Snapshot;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 
 /// Inode number of `.ctl`; its files follow. Those of the store are larger than 2^32.
 const DIR_INO: u64 = 2;
@@ -244,24 +244,24 @@ impl Control {
         ));
         line(format_args!(
             "L1   {} of {} ({:.0} %)   lent {}   free slabs {}   peak {}",
-            Bytes(s.pool.total),
-            Bytes(s.pool.budget),
+            Bytes(s.pool.total).approx(),
+            Bytes(s.pool.budget).approx(),
             percent(s.pool.total, s.pool.budget),
-            Bytes(s.pool.lent),
-            Bytes(s.pool.free_slabs),
-            Bytes(s.pool.peak_total)
+            Bytes(s.pool.lent).approx(),
+            Bytes(s.pool.free_slabs).approx(),
+            Bytes(s.pool.peak_total).approx()
         ));
         if s.memory_only {
             line(format_args!("L2   none: what leaves L1 is gone"));
         } else {
             line(format_args!(
                 "L2   {} of {} ({:.0} %)   dirty {} of {} (peak {})   queued {} files",
-                Bytes(s.used_bytes),
-                Bytes(s.capacity_bytes),
+                Bytes(s.used_bytes).approx(),
+                Bytes(s.capacity_bytes).approx(),
                 percent(s.used_bytes, s.capacity_bytes),
-                Bytes(s.dirty_bytes),
-                Bytes(s.dirty_limit_bytes),
-                Bytes(s.dirty_peak_bytes),
+                Bytes(s.dirty_bytes).approx(),
+                Bytes(s.dirty_limit_bytes).approx(),
+                Bytes(s.dirty_peak_bytes).approx(),
                 s.queued_files
             ));
             line(format_args!(
@@ -284,25 +284,28 @@ impl Control {
             c.opens_direct
         ));
         line(format_args!(
-            "lookups {} (missed {})   published {} files, {}   evicted from L1 {}, from L2 {}",
+            "lookups {} (missed {})   published {}, {}   {}",
             c.lookups,
             c.lookup_misses,
-            c.published_files,
-            Bytes(c.published_bytes),
-            c.evictions_l1,
-            c.evictions_l2
+            counted(c.published_files, "file"),
+            Bytes(c.published_bytes).approx(),
+            if s.memory_only {
+                format!("evicted {}", c.evictions_l2)
+            } else {
+                format!("evicted from L1 {}, from L2 {}", c.evictions_l1, c.evictions_l2)
+            }
         ));
         line(format_args!(
             "promoted {} ({})   written back {}   commits {}   waiting writers {}",
             c.promotions,
-            Bytes(c.promoted_bytes),
-            Bytes(c.writeback_bytes),
+            Bytes(c.promoted_bytes).approx(),
+            Bytes(c.writeback_bytes).approx(),
             c.commits,
             s.waiting_changes
         ));
         line(format_args!(
-            "errors: checksum {}   read {}   store {}   timeouts {}   discarded {}",
-            c.crc_errors, c.read_errors, c.store_failures, c.timeouts, c.discarded
+            "errors: checksum {}   read {}   store {}   no space {}   timeouts {}   discarded {}",
+            c.crc_errors, c.read_errors, c.store_failures, c.no_space, c.timeouts, c.discarded
         ));
         let guard = self.guard.load(Ordering::Relaxed);
         if guard != 0 {
@@ -416,6 +419,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("evictions_l1", c.evictions_l1, "Times that L1 dropped a file or part of one."),
         counter("evictions_l2", c.evictions_l2, "Files that left to make room."),
         counter("evicted_bytes", c.evicted_bytes, "Bytes of files that left to make room."),
+        counter("no_space", c.no_space, "Requests answered with ENOSPC."),
         counter("spilled_bytes", c.spilled_bytes, "Bytes of unfinished files written early under pressure."),
         counter("writeback_bytes", c.writeback_bytes, "Bytes written to the devices."),
         counter("committed_files", c.committed_files, "Files whose record became durable."),

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::guard::Guard;
 use crate::l1::{Pool, PoolConfig, RegionWatcher};
 use crate::l2::volume::{Volume, VolumeOptions, Wrap};
-use crate::l2::{DeviceOptions, EngineKind, EngineOptions};
+use crate::l2::{DeviceOptions, EngineKind, EngineOptions, Made};
 use crate::memory::{Region, RegionId};
 use crate::mount;
 use crate::signals::{self, Stop};
@@ -20,7 +20,7 @@ use crate::stats::Events;
 use crate::store::core::{Core, Settings};
 use crate::store::recover::{Recovered, Recovery, positions_max};
 use crate::store::{Store, UnitReply};
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 
 /// Threads that check what comes from the devices and answer clients.
 const COMPLETION_THREADS: usize = 2;
@@ -103,7 +103,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let request = mount::Request::from(&config);
     mount::prepare(&request)?;
     let events = Arc::new(Events::default());
-    let daemon = Daemon::start(&config, &events, ready)?;
+    let mut daemon = Daemon::start(&config, &events, ready)?;
     let wants_passthrough = config.read_path != ReadPath::Daemon;
     let control =
         Arc::new(Control::new(daemon.store.clone(), events.clone(), config.render(), wants_passthrough));
@@ -112,7 +112,8 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let (sender, messages) = channel();
     // Before there is a mount: a signal that came just after it would leave it behind, dead.
     let watched = signals::watch(sender.clone());
-    let (_watch, mounted) = match watched.and_then(|watch| Ok((watch, mount::mount(&request)?))) {
+    let marked = watched.and_then(|watch| daemon.mark_in_use().map(|()| watch));
+    let (_watch, mounted) = match marked.and_then(|watch| Ok((watch, mount::mount(&request)?))) {
         Ok(both) => both,
         Err(error) => {
             daemon.stop();
@@ -158,6 +159,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
         }
         return Err(error);
     }
+    daemon.keep_stores();
     match heard.messages.recv() {
         Ok(message) => heard.note(message),
         Err(error) => return Err(Error::caused_by("waiting for the mount", error)),
@@ -172,6 +174,12 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
             log::warn!("{error}");
         }
         // It has been detached: the session ends once the last client has let go. A client that does not is left behind.
+        if !heard.ends_within(PARTING.min(timeout)) && !heard.wants_now() {
+            let stored = if stored.is_ok() { "everything is stored" } else { "the mount is detached" };
+            log::info!(
+                "stopping: {stored}; waiting up to {timeout:?} for clients that hold files; a second signal ends at once"
+            );
+        }
         if !heard.ends_within(timeout) {
             log::warn!("clients still use the mount; ending without them");
         }
@@ -215,8 +223,11 @@ fn guard_over(mounted: &mount::Mounted, speaks: bool, control: &Control) -> Opti
 struct Daemon {
     store: Arc<Store>,
     volume: Option<Arc<Volume>>,
+    read_only: bool,
     threads: Vec<JoinHandle<()>>,
     notes: Vec<String>,
+    /// The store files that this start has made; they go with it if it fails.
+    made: Vec<Made>,
 }
 
 impl Daemon {
@@ -228,11 +239,11 @@ impl Daemon {
         let mut notes = Vec::new();
         let uid = nix::unistd::geteuid().as_raw();
         let gid = nix::unistd::getegid().as_raw();
-        let (volume, recovered) = match open_volume(config, uid, gid, ready, wrap)? {
-            Some((volume, recovered)) => (Some(Arc::new(volume)), recovered),
+        let (volume, recovered, made) = match open_volume(config, uid, gid, ready, wrap)? {
+            Some((volume, recovered, made)) => (Some(Arc::new(volume)), recovered, made),
             None => {
                 notes.push("L2: memory only, what leaves L1 is gone".to_owned());
-                (None, Recovery::new(uid, gid).finish())
+                (None, Recovery::new(uid, gid).finish(), Vec::new())
             }
         };
         if let Some(volume) = &volume {
@@ -296,9 +307,12 @@ impl Daemon {
             log::error!("{} records were dropped from the catalog in all", refused.count);
             events.push(format!("dropped {} records in all", refused.count));
         }
-        core.remove_records(dropped.into_iter().map(|(id, _)| id).collect());
+        if !config.read_only {
+            core.remove_records(dropped.into_iter().map(|(id, _)| id).collect());
+        }
         let store = Store::new(core, pool, volume.clone(), events.clone());
-        let mut daemon = Self { store, volume, threads: Vec::new(), notes };
+        let read_only = config.read_only;
+        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made };
         daemon.start_threads()?;
         Ok(daemon)
     }
@@ -332,6 +346,11 @@ impl Daemon {
             self.threads.push(thread);
         }
         Ok(())
+    }
+
+    /// The mount works, so what was made for it stays.
+    fn keep_stores(&mut self) {
+        self.made.drain(..).for_each(Made::keep);
     }
 
     /// Waits until everything published is durable. Gives up at the timeout, or when `interrupted`.
@@ -368,11 +387,25 @@ impl Daemon {
         }
     }
 
-    /// Stores what is left and a checkpoint, so that recency survives.
+    /// Has the next start see an end that was not clean. From here on there may be something to lose.
+    fn mark_in_use(&self) -> Result<()> {
+        match &self.volume {
+            Some(volume) if !self.read_only => volume
+                .mark_in_use()
+                .map_err(|error| Error::caused_by("the catalog", error).remedy("check the device")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Stores what is left and a checkpoint, so that recency survives. A read-only mount leaves the store as it was.
     fn finish(&self, timeout: Duration, interrupted: impl FnMut() -> bool) -> Result<()> {
         let Some(volume) = &self.volume else { return Ok(()) };
         self.drain_until(timeout, interrupted)?;
-        self.store.commit(volume, true);
+        if !self.read_only {
+            // First what is left, so that nothing comes behind the checkpoint and the next start sees a clean end.
+            self.store.commit(volume, false);
+            self.store.commit(volume, true);
+        }
         Ok(())
     }
 
@@ -398,7 +431,7 @@ fn open_volume(
     gid: u32,
     ready: &Ready,
     wrap: Option<Wrap>,
-) -> Result<Option<(Volume, Recovered)>> {
+) -> Result<Option<(Volume, Recovered, Vec<Made>)>> {
     if config.is_memory_only() {
         return Ok(None);
     }
@@ -411,6 +444,7 @@ fn open_volume(
     let options = VolumeOptions {
         wrap,
         format: config.format,
+        read_only: config.read_only,
         files_max: config.l2_files_max,
         device: DeviceOptions {
             size: None,
@@ -426,22 +460,23 @@ fn open_volume(
     let started = Instant::now();
     let opened = Volume::open(&paths, &options, &mut recovery)?;
     let recovered = recovery.finish();
+    opened.warnings.iter().for_each(|warning| log::warn!("{warning}"));
     if opened.fresh {
         log::info!(
-            "made a new store of {} on {} path(s)",
-            Bytes(opened.volume.capacity_pages() * 4096),
-            paths.len()
+            "made a new store on {}: {} for files; the catalog, its log and a reserve take the rest",
+            counted(paths.len() as u64, "path"),
+            Bytes(opened.volume.capacity_pages() * 4096).approx()
         );
     } else {
         log::info!(
-            "store opened: {} files, {} in use, {} of catalog read in {:?}",
-            recovered.tree.files,
-            Bytes(recovered.allocated_pages * 4096),
-            Bytes(opened.volume.recovery_bytes()),
+            "store opened: {}, {} in use, {} of catalog read in {:.0?}",
+            counted(recovered.tree.files, "file"),
+            Bytes(recovered.allocated_pages * 4096).approx(),
+            Bytes(opened.volume.recovery_bytes()).approx(),
             started.elapsed()
         );
     }
-    Ok(Some((opened.volume, recovered)))
+    Ok(Some((opened.volume, recovered, opened.made)))
 }
 
 /// Raises the limit of descriptors as far as allowed, and says how many slabs that leaves room for.

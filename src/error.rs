@@ -38,6 +38,19 @@ impl Error {
         self
     }
 
+    /// Calls the thing, and what the remedy suggests in its place, by the name that it has where it was written.
+    #[must_use]
+    pub fn renamed(mut self, name: impl Fn(&str) -> Option<String>) -> Self {
+        if let Some(name) = name(&self.thing) {
+            self.thing = name;
+            self.remedy = self.remedy.map(|remedy| match remedy.strip_prefix("did you mean --") {
+                Some(meant) => format!("did you mean {}", meant.replace('-', "_")),
+                None => remedy,
+            });
+        }
+        self
+    }
+
     /// Puts `thing` in front: the file or variable in which the offending value stood.
     #[must_use]
     pub fn within(mut self, thing: impl fmt::Display) -> Self {

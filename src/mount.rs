@@ -114,6 +114,14 @@ pub enum Through {
 /// # Errors
 /// One line: the mount point is missing, no directory, or taken; the FUSE device is missing.
 pub fn prepare(request: &Request) -> Result<PathBuf> {
+    let mountpoint = check(request)?;
+    if fs::read_dir(&mountpoint).is_ok_and(|mut entries| entries.next().is_some()) {
+        log::warn!("{} is not empty; what is in it is hidden while mounted", request.mountpoint.display());
+    }
+    Ok(mountpoint)
+}
+
+fn check(request: &Request) -> Result<PathBuf> {
     let mountpoint = real_path(&request.mountpoint);
     clear_dead_mount(&mountpoint)?;
     let shown = request.mountpoint.display();
@@ -141,9 +149,6 @@ pub fn prepare(request: &Request) -> Result<PathBuf> {
     if !meta.is_dir() {
         return Err(Error::new(&shown, "is not a directory").remedy("name a directory to mount on"));
     }
-    if fs::read_dir(&mountpoint).is_ok_and(|mut entries| entries.next().is_some()) {
-        log::warn!("{shown} is not empty; what is in it is hidden while mounted");
-    }
     if let Err(error) = fs::metadata(&request.fuse_device) {
         return Err(device_error(&request.fuse_device, error));
     }
@@ -155,7 +160,7 @@ pub fn prepare(request: &Request) -> Result<PathBuf> {
 /// # Errors
 /// As [`prepare`]; or neither way is open to us.
 pub fn mount(request: &Request) -> Result<Mounted> {
-    let mountpoint = prepare(request)?;
+    let mountpoint = check(request)?;
     match OpenOptions::new().read(true).write(true).open(&request.fuse_device) {
         Ok(device) => {
             let device = OwnedFd::from(device);

@@ -37,6 +37,8 @@ pub struct Counters {
     pub evictions_l1: u64,
     pub evictions_l2: u64,
     pub evicted_bytes: u64,
+    /// Requests that found no room.
+    pub no_space: u64,
     pub spilled_bytes: u64,
     pub writeback_bytes: u64,
     pub committed_files: u64,

@@ -56,11 +56,14 @@ impl Bytes {
         self.0 == 0
     }
 
-    /// For people who read, not for machines: one decimal in the largest binary unit that fits.
+    /// For people who read, not for machines: one decimal, unless it is zero, in the largest binary unit that fits.
     pub fn approx(self) -> String {
         match SIZE_UNITS[..BINARY_UNITS].iter().find(|(_, size)| self.0 >= *size) {
-            Some((unit, size)) => format!("{:.1} {unit}", self.0 as f64 / *size as f64),
-            None => format!("{} B", self.0),
+            Some((unit, size)) => {
+                let number = format!("{:.1}", self.0 as f64 / *size as f64);
+                format!("{}{unit}", number.trim_end_matches(".0"))
+            }
+            None => format!("{}B", self.0),
         }
     }
 }
@@ -75,6 +78,26 @@ impl fmt::Display for Bytes {
             None => write!(f, "{}B", self.0),
         }
     }
+}
+
+/// `1 file`, `2 files`.
+pub fn counted(n: u64, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
+/// Seconds since 1970 as logs write them: `2026-12-02T09:20:08Z`.
+pub fn date(seconds: i64) -> String {
+    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    // Years that begin in March have their leap day last, and 400 of them always have 146,097 days.
+    let day = days + 719_468;
+    let (era, day) = (day.div_euclid(146_097), day.rem_euclid(146_097));
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z", era * 400 + year + next)
 }
 
 /// Why a text is no size or duration. Names the text and says what to write.
@@ -289,8 +312,25 @@ mod tests {
         assert_eq!(Bytes::gib(4).to_string(), "4GiB");
         assert_eq!(Bytes(1025).to_string(), "1025B");
         assert_eq!(Bytes::ZERO.to_string(), "0B");
-        assert_eq!(Bytes(1_610_612_736).approx(), "1.5 GiB");
-        assert_eq!(Bytes(12).approx(), "12 B");
+        assert_eq!(Bytes(1_610_612_736).approx(), "1.5GiB");
+        assert_eq!(Bytes::gib(4).approx(), "4GiB");
+        assert_eq!(Bytes::kib(1_006_992).approx(), "983.4MiB");
+        assert_eq!(Bytes(12).approx(), "12B");
+    }
+
+    #[test]
+    fn dates() {
+        for (seconds, expected) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (951_868_800, "2000-03-01T00:00:00Z"),
+            (1_735_689_599, "2024-12-31T23:59:59Z"),
+            (4_107_542_400, "2100-03-01T00:00:00Z"),
+            (-1, "1969-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(date(seconds), expected);
+        }
     }
 
     #[test]

@@ -39,6 +39,19 @@ impl Place {
         run(kvcachefs(["mount", "--log-level=error"]).args(args).arg(self.mnt()))
     }
 
+    /// Mounts, unmounts again when the daemon has stored everything, and answers its log.
+    fn mounts(&self, args: &[&str]) -> String {
+        let (pid_file, log) = (self.at("daemon.pid"), self.at("daemon.log"));
+        let mut command = kvcachefs(["mount", "--daemon", "--l1=64MiB", "--pid-file", &pid_file]);
+        run(command.args(["--log-file", &log]).args(args).arg(self.mnt())).expect_success();
+        let pid: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+        run(&mut kvcachefs(["umount", &self.mnt()])).expect_success();
+        wait_until("the daemon ends", || !is_running(pid));
+        let text = fs::read_to_string(&log).unwrap();
+        fs::remove_file(&log).unwrap();
+        text
+    }
+
     fn refuses(&self, args: &[&str], parts: &[&str]) {
         self.mount(args).expect_refusal(parts);
         assert_eq!(mounts_on(Path::new(&self.mnt())), 0, "{args:?}: mounted");
@@ -51,13 +64,14 @@ fn wrong_words() {
     place.refuses(&["--l3=1GiB"], &["--l3", "unknown option", "mount --help"]);
     place.refuses(&["--cache-size=1GiB"], &["--cache-size", "unknown option", "mount --help"]);
     place.refuses(&["--dirty-limits=1GiB"], &["--dirty-limits", "did you mean --dirty-limit"]);
-    place.refuses(&["-o", "ro,bogus=1"], &["-o", "bogus", "unknown option"]);
+    place.refuses(&["-o", "ro,bogus=1"], &["-o bogus: unknown option"]);
     place.refuses(&["--evict=fifo"], &["--evict", "fifo", "use lru or none"]);
     place.refuses(&["--threads=many"], &["--threads", "many"]);
     place.refuses(&["--threads=1000"], &["--threads", "1000", "give 2 to 64"]);
     place.refuses(&["--l1=1GiB", "--l1=2GiB"], &["--l1", "given twice", "give it once"]);
     run(&mut kvcachefs(["mnt"])).expect_refusal(&["mnt", "unknown command", "use mount, umount or version"]);
-    run(&mut kvcachefs::<&str>([])).expect_refusal(&["no command", "use mount, umount or version"]);
+    run(&mut kvcachefs::<&str>([]))
+        .expect_refusal(&["kvcachefs: no command given; use mount, umount or version"]);
     run(&mut kvcachefs(["mount"])).expect_refusal(&["MOUNTPOINT", "missing"]);
     run(&mut kvcachefs(["umount"])).expect_refusal(&["MOUNTPOINT"]);
     run(&mut kvcachefs(["umount", "/proc"])).expect_refusal(&["/proc", "type proc", "use umount"]);
@@ -98,7 +112,99 @@ fn stores_larger_than_their_device() {
 
     let device = LoopDevice::new(&place, 64 << 20);
     let l2 = format!("--l2={}:1GiB", device.0);
-    place.refuses(&["--l1=64MiB", &l2], &[&device.0, "the device holds only 64.0 MiB", "smaller size"]);
+    place.refuses(&["--l1=64MiB", &l2], &[&device.0, "the device holds only 64MiB", "smaller size"]);
+}
+
+/// A store file is preallocated: one that a refused start left behind would fill the disk.
+#[test]
+fn a_start_that_is_refused_leaves_no_store_behind() {
+    let place = Place::new();
+    let l2 = |name: &str, size: &str| format!("--l2={}:{size}", place.at(name));
+    place.mounts(&[&l2("old", "64MiB")]);
+    let old = fs::read(place.at("old")).unwrap();
+    for (args, parts) in [
+        (vec![l2("old", "64MiB"), l2("new", "64MiB")], &["old", "1 path"][..]),
+        (vec![l2("new", "64MiB"), l2("old", "64MiB")], &["new", "empty"]),
+        (vec![l2("new", "64MiB"), "--pid-file=/nowhere/pid".to_owned()], &["/nowhere/pid"]),
+        (vec![l2("new", "64MiB"), l2("newer", "16MiB"), "--l2-files-max=1000000".to_owned()], &["too small"]),
+    ] {
+        let args: Vec<_> = args.iter().map(String::as_str).collect();
+        place.refuses(&[&["--l1=64MiB"], args.as_slice()].concat(), parts);
+        for name in ["new", "newer"] {
+            assert!(!Path::new(&place.at(name)).exists(), "{args:?} leaves {name} behind");
+        }
+        assert!(fs::read(place.at("old")).unwrap() == old, "{args:?} changes the old store");
+    }
+}
+
+/// What a refusal tells people to do works, and the log says what it has cost.
+#[test]
+fn a_store_keeps_its_size_until_it_is_made_anew() {
+    let place = Place::new();
+    let l2 = |name: &str, size: &str| format!("--l2={}{size}", place.at(name));
+    let len = |name: &str| fs::metadata(place.at(name)).unwrap().len();
+    let small = place.write("kv", "6 bytes");
+    place.refuses(&["--l1=64MiB", &l2("kv", "")], &[&small, "7 bytes", "give a size and --format"]);
+    place.refuses(&["--l1=64MiB", &l2("kv", ":64MiB")], &[&small, "7B", "give --format"]);
+    let log = place.mounts(&[&l2("kv", ":64MiB"), "--format"]);
+    assert!(log.contains("--format overwrote what was no kvcachefs store"), "{log}");
+    assert!(log.contains("on 1 path:") && log.contains("MiB for files"), "{log}");
+    assert_eq!(len("kv"), 64 << 20);
+    for (size, other) in [(":128MiB", 128), (":32MiB", 32)] {
+        place.refuses(&["--l1=64MiB", &l2("kv", size)], &[&small, "leave out the size", "--format"]);
+        assert!(!place.mounts(&[&l2("kv", "")]).contains("--format"));
+        let log = place.mounts(&[&l2("kv", size), "--format"]);
+        assert!(log.contains("--format emptied the store of ") && log.contains(" made 2"), "{log}");
+        assert_eq!(len("kv"), other << 20);
+    }
+    // Where one of several is refused, none is cut.
+    let file = fs::File::open(place.at("kv")).unwrap();
+    file.try_lock().unwrap();
+    place.write("other", &"x".repeat(32 << 20));
+    let both = [&l2("other", ":16MiB"), &l2("kv", ":16MiB"), "--format", "--l1=64MiB"];
+    place.refuses(&both, &["kv", "in use"]);
+    drop(file);
+    assert_eq!((len("other"), len("kv")), (32 << 20, 32 << 20));
+    assert!(fs::read(place.at("other")).unwrap().iter().all(|byte| *byte == b'x'));
+
+    fs::OpenOptions::new().write(true).open(place.at("kv")).unwrap().set_len(48 << 20).unwrap();
+    let log = place.mounts(&[&l2("kv", "")]);
+    assert!(log.contains("kv: 16MiB at its end are not used") && log.contains("--format"), "{log}");
+    place.write("mnt/below", "");
+    let log = place.mounts(&[]);
+    assert_eq!(log.matches("is not empty").count(), 1, "{log}");
+}
+
+#[test]
+fn a_pid_file_of_another_daemon_is_not_taken_over() {
+    let mut mount = Mount::new();
+    mount.stop();
+    let pid_file = mount.scratch.path().join("pid");
+    let shown = pid_file.to_str().unwrap().to_owned();
+    // A number that means nothing any more is no reason to refuse: here it is that of this test.
+    fs::write(&pid_file, format!("{}\n", std::process::id())).unwrap();
+    mount.set_extra(&["--pid-file", &shown]);
+    mount.start();
+    let pid = mount.pid().to_string();
+    wait_until("the pid file", || fs::read_to_string(&pid_file).unwrap().trim() == pid);
+    let place = Place::new();
+    place.refuses(&["--l1=64MiB", "--pid-file", &shown], &["--pid-file", &shown, &pid, "which runs"]);
+    assert_eq!(fs::read_to_string(&pid_file).unwrap().trim(), pid);
+    mount.stop();
+    assert!(!pid_file.exists());
+}
+
+#[test]
+fn a_read_only_mount_makes_no_store() {
+    let place = Place::new();
+    let l2 = format!("--l2={}:64MiB", place.at("new"));
+    place.refuses(&["--l1=64MiB", "--read-only", &l2], &["new", "does not exist", "read-only"]);
+    assert!(!Path::new(&place.at("new")).exists());
+    place.write("new", "");
+    place.refuses(&["--l1=64MiB", "--read-only", &l2], &["new", "is empty", "read-only"]);
+    fs::File::create(place.at("new")).unwrap().set_len(64 << 20).unwrap();
+    place.refuses(&["--l1=64MiB", "--read-only", &l2], &["new", "there is no store", "read-only"]);
+    assert!(fs::read(place.at("new")).unwrap().iter().all(|byte| *byte == 0));
 }
 
 struct LoopDevice(String);
@@ -139,6 +245,8 @@ fn paths_that_are_not_what_they_should_be() {
     let twice = l2(&format!("{}:64MiB", place.at("s")));
     place.refuses(&[&twice, &twice], &["--l2", "given twice"]);
     place.refuses(&["--format"], &["--format", "no L2", "--l2 PATH:SIZE"]);
+    place.refuses(&["-o", "remount,ro"], &["-o remount", "not supported", "mount again"]);
+    run(&mut kvcachefs(["mount", &place.mnt(), &missing])).expect_refusal(&[&missing, "second mount point"]);
     place.refuses(&["--l1=64MiB", "--log-file=/nowhere/log"], &["--log-file", "/nowhere/log"]);
     place.refuses(&["--l1=64MiB", "--pid-file=/nowhere/pid"], &["--pid-file", "/nowhere/pid"]);
     let (victim, link) = (place.write("victim", "somebody's own"), place.at("link"));
@@ -154,7 +262,12 @@ fn a_store_in_use_and_a_mount_point_that_is_busy() {
     if !memory_only() {
         let stores = mount.stores();
         let stores: Vec<_> = stores.iter().map(String::as_str).collect();
-        place.refuses(&[&["--l1=64MiB"], stores.as_slice()].concat(), &["in use", "another"]);
+        // Who it is, so that somebody can do something about it. Of a block device the kernel does not tell.
+        let pid = match common::mode() {
+            common::Mode::Block => "in use".to_owned(),
+            _ => format!("in use by kvcachefs, pid {}: wait if it is stopping", mount.pid()),
+        };
+        place.refuses(&[&["--l1=64MiB"], stores.as_slice()].concat(), &[&pid, "another"]);
         let format = [&["--l1=64MiB", "--format"], stores.as_slice()].concat();
         place.refuses(&format, &["in use", "another"]);
     }

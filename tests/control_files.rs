@@ -64,7 +64,7 @@ fn status_version_and_config_say_what_is_mounted() {
     assert_eq!(read(&mount, "version"), format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")));
     let status = read(&mount, "status");
     assert!(status.starts_with(&format!("kvcachefs {}", env!("CARGO_PKG_VERSION"))), "{status}");
-    for part in ["health ok", "files 1 ", "L1 ", "128MiB", "L2 ", "published 1 files, 3MiB"] {
+    for part in ["health ok", "files 1 ", "L1 ", "128MiB", "L2 ", "published 1 file, 3MiB"] {
         assert!(status.contains(part), "{part} in:\n{status}");
     }
     assert!(
@@ -132,6 +132,31 @@ fn stats_and_metrics_agree() {
         let moves = key.starts_with("lookup") || key.contains("commit") || key.contains("checkpoint");
         assert!(metric == value as f64 || moves, "{key}: {value} in stats, {metric} in metrics");
     }
+}
+
+/// Why a file is not there any more, and why a writer was refused.
+#[test]
+fn evictions_and_refusals_are_told() {
+    let refused = |mount: &Mount| {
+        (0..40).find_map(|at| fs::write(mount.at(&format!("f{at}")), bytes(at, 3 << 20)).err())
+    };
+    let mount = Mount::with(Options::new(64, 96));
+    if let Some(error) = refused(&mount) {
+        panic!("eviction makes room, but: {error}");
+    }
+    mount.wait_for("evictions_l2", |files| files > 0);
+    common::run::wait_until("the event", || mount.events().contains("evicted "));
+    let from = ["from L1 ", "from L2 "].map(|tier| mount.status().contains(tier));
+    assert_eq!(from, [!memory_only(); 2], "{}", mount.status());
+    let events = mount.events();
+    let line = events.lines().find(|line| line.contains("evicted ")).unwrap();
+    assert!(line.contains("MiB, the least recently used") && line.ends_with("first f0"), "{line}");
+    assert!(events.matches("evicted ").count() <= 2, "not one for each file:\n{events}");
+
+    let mount = Mount::with(Options::new(64, 96).arg("--evict=none"));
+    assert_eq!(errno(refused(&mount).map_or(Ok(()), Err)), libc::ENOSPC);
+    assert!(mount.stat("no_space") > 0);
+    common::run::wait_until("the event", || mount.events().contains("no space: "));
 }
 
 #[test]

@@ -234,7 +234,7 @@ fn a_store_that_is_not_as_it_was_left_is_refused_and_untouched() {
     mount.stop();
     let store = mount.store();
     for size in [":256MiB", ":128MiB"] {
-        check_refused(&mount, size, &["201326592", "ask for"]);
+        check_refused(&mount, size, &["192MiB", "leave out the size", "--format"]);
     }
     let page = |at: u64| {
         let mut page = [0; 4096];
@@ -287,6 +287,6 @@ fn somebody_elses_file_is_refused_and_untouched() {
         check_refused(&mount, size, &["not a kvcachefs store", "btrfs", "--format"]);
     }
     fs::write(mount.store(), "a letter to a friend\n").unwrap();
-    check_refused(&mount, ":192MiB", &["ask for"]);
+    check_refused(&mount, ":192MiB", &["21B", "--format"]);
     check_refused(&mount, "", &[]);
 }

@@ -79,6 +79,28 @@ fn what_was_closed_just_before_the_unmount_is_stored() {
 }
 
 #[test]
+fn a_start_says_whether_the_end_was_clean() {
+    if memory_only() {
+        return;
+    }
+    const SAID: &str = "was not closed cleanly";
+    let mut mount = Mount::new();
+    assert!(!mount.log().contains(SAID), "a new store: {}", mount.log());
+    for changes in [true, false] {
+        mount.restart();
+        assert!(!mount.log().contains(SAID), "after a clean end: {}", mount.log());
+        if changes {
+            fill(&mount.at("d"));
+            mount.drain();
+        }
+        mount.kill();
+        mount.start();
+        assert!(mount.log().contains(SAID), "killed, changes: {changes}: {}", mount.log());
+    }
+    check(&mount.at("d"));
+}
+
+#[test]
 fn a_hang_up_is_no_reason_to_end() {
     let mount = Mount::new();
     mount.signal(Signal::SIGHUP);
@@ -155,6 +177,7 @@ fn clients_that_do_not_let_go_are_left_behind_with_everything_durable() {
     let open = File::open(mount.at("d/2")).unwrap();
     mount.signal(Signal::SIGTERM);
     assert_eq!(mount.ended().code(), Some(0), "{}", mount.log());
+    assert!(mount.log().contains("everything is stored; waiting up to 1s"), "{}", mount.log());
     assert!(mount.log().contains("clients still use the mount"), "{}", mount.log());
     let error = open.metadata().and_then(|_| File::open(mount.at("d/2"))).unwrap_err();
     assert!(
@@ -294,7 +317,11 @@ fn the_service_manager_is_told_of_beginning_and_end() {
             }
         }
     };
-    let mut daemon = kvcachefs(["mount", "--l1=64MiB", "--log-level=error"])
+    // As the unit does it: whatever the file says, the process that was started is the one that serves.
+    let file = mount.scratch.path().join("kv.toml");
+    fs::write(&file, "daemon = true\nl1 = \"64MiB\"\n").unwrap();
+    let mut daemon = kvcachefs(["mount", "--daemon=false", "--log-level=error", "--config"])
+        .arg(&file)
         .arg(mount.path())
         .env("NOTIFY_SOCKET", &socket)
         .spawn()
@@ -312,6 +339,7 @@ fn a_read_only_mount_shows_everything_and_changes_nothing() {
     fill(&mount.at("d"));
     mount.stop();
     mount.set_extra(&["--read-only"]);
+    let before = (!memory_only()).then(|| fs::read(mount.store()).unwrap());
     mount.start();
     if !memory_only() {
         check(&mount.at("d"));
@@ -330,6 +358,9 @@ fn a_read_only_mount_shows_everything_and_changes_nothing() {
     }
     assert!(mount.status().starts_with("kvcachefs"));
     mount.stop();
+    if let Some(before) = before {
+        assert!(fs::read(mount.store()).unwrap() == before, "the store has changed");
+    }
     mount.set_extra(&[]);
     mount.start();
     if !memory_only() {

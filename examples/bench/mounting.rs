@@ -94,6 +94,7 @@ impl CatalogReader for Nobody {
 /// Makes a store with `files` files on `device`.
 fn format(device: &Path, cli: &Cli, files: u64) -> Result<()> {
     let options = VolumeOptions {
+        read_only: false,
         format: true,
         files_max: Some(cli.files + cli.files / 8),
         device: DeviceOptions::default(),

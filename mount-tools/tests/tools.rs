@@ -135,7 +135,9 @@ fn kvctl_mounts_shows_and_unmounts() {
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json[0]["mountpoint"], &json[0]["alive"]), (&shown.clone().into(), &true.into()));
     assert_eq!(json[0]["stats"]["files"], 1);
-    assert!(succeeds(kvctl(&["events"]).arg(place.mnt())).contains("mounted at"));
+    let events = succeeds(kvctl(&["events"]).arg(place.mnt()));
+    let (at, said) = events.split_once(' ').unwrap();
+    assert!(said.starts_with("mounted at") && at.starts_with("20") && at.ends_with('Z'), "{events}");
 
     succeeds(kvctl(&["umount"]).arg(place.mnt()));
     assert!(!place.is_mounted() && !is_running(first), "it returned before the end");
@@ -267,7 +269,10 @@ fn a_command_ends_in_time_though_its_request_is_not_answered() {
 #[test]
 fn wrong_words_are_one_line_with_a_remedy() {
     let place = Place::new();
-    refuses(&mut kvctl(&[]), &["no command", "use mount, umount, status"]);
+    refuses(&mut kvctl(&[]), &["kvctl: no command given; use mount, umount, status"]);
+    refuses(&mut kvctl(&["umount"]), &["MOUNTPOINT", "is missing", "kvctl umount --help"]);
+    refuses(&mut kvctl(&["status", "/a", "/b"]), &["/b: a second mount point; give one"]);
+    assert!(succeeds(&mut kvctl(&["version"])).starts_with("kvctl "));
     refuses(&mut kvctl(&["dismount"]), &["dismount", "unknown command", "use mount, umount, status"]);
     refuses(&mut kvctl(&["status", "--xml"]), &["--xml", "unknown option", "kvctl --help"]);
     refuses(kvctl(&["umount", "--timeout=5"]).arg(place.mnt()), &["--timeout", "'5' has no unit"]);
@@ -347,6 +352,37 @@ fn mount_8_and_fstab_reach_it() {
     assert!(said.contains("bogus: unknown option") && said.ends_with("exit 32\n"), "{said}");
 }
 
+/// From wherever it is called, and without a trace afterwards.
+#[test]
+fn what_is_installed_is_said_and_goes_again() {
+    let place = Place::new();
+    let dest = place.0.path().join("dest");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("install.sh");
+    let install = || {
+        let mut command = Command::new(&script);
+        command.current_dir("/").env("DESTDIR", &dest).env("PREFIX", "/opt/kv");
+        command
+    };
+    assert!(succeeds(install().arg("--help")).contains("--uninstall"));
+    refuses(install().arg("--bogus"), &["--bogus", "unknown option"]);
+    refuses(install().arg("/nowhere"), &["/nowhere/kvcachefs", "cargo build"]);
+    assert!(!dest.exists());
+    let said = succeeds(install().arg(Path::new(KVCTL).parent().unwrap()));
+    let files =
+        ["opt/kv/sbin/kvcachefs", "opt/kv/sbin/kvctl", "sbin/mount.kvcachefs", "sbin/mount.fuse.kvcachefs"];
+    let unit = "etc/systemd/system/kvcachefs@.service";
+    for file in files.into_iter().chain([unit]) {
+        let path = dest.join(file);
+        assert!(path.symlink_metadata().is_ok() && said.contains(path.to_str().unwrap()), "{file}: {said}");
+    }
+    assert!(dest.join("etc/kvcachefs").is_dir());
+    assert!(fs::read_to_string(dest.join(unit)).unwrap().contains("ExecStart=/opt/kv/sbin/kvcachefs"));
+    succeeds(install().arg("--uninstall"));
+    for file in files.into_iter().chain([unit]) {
+        assert!(dest.join(file).symlink_metadata().is_err(), "{file} is left");
+    }
+}
+
 #[test]
 fn the_unit_and_the_fstab_example_name_options_that_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -361,7 +397,11 @@ fn the_unit_and_the_fstab_example_name_options_that_exist() {
     }
     assert!(options > 5);
     let unit = fs::read_to_string(root.join("kvcachefs@.service")).unwrap();
-    assert!(unit.contains("Type=notify") && unit.contains("LimitMEMLOCK=infinity"));
+    assert!(
+        unit.contains("Type=notify")
+            && unit.contains("--daemon=false")
+            && unit.contains("LimitMEMLOCK=infinity")
+    );
     // What it starts and what it runs afterwards are command lines that the program understands.
     for (key, end) in [("ExecStart=", "--help"), ("ExecStopPost=-", "--help")] {
         let line = unit.lines().find_map(|line| line.strip_prefix(key)).unwrap();

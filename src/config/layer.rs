@@ -39,14 +39,17 @@ pub struct Layer {
     #[arg(long, value_name = "SIZE", help_heading = TIERS)]
     pub l1: Option<Bytes>,
 
-    /// A store for L2: PATH:SIZE makes a file, PATH takes an existing file or a block device whole.
+    /// A store for L2: PATH:SIZE makes a file or opens one of that size, PATH takes what is there, a file or a whole block
+    /// device.
     ///
     /// May be given several times; files are striped over all of them. Without it the mount is memory
     /// only: what leaves L1 is gone.
     #[arg(long, value_name = "PATH[:SIZE]", help_heading = TIERS)]
+    #[serde(deserialize_with = "one_or_more")]
     pub l2: Option<Vec<L2Spec>>,
 
-    /// Make new, empty stores, whatever the paths hold now. Everything in them is lost.
+    /// Make new, empty stores, whatever the paths hold now, and of the sizes given. Everything in them is lost.
+    /// On the command line only: in a file it would empty them at every start.
     #[arg(long, value_name = "BOOL", help_heading = TIERS, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
     pub format: Option<bool>,
 
@@ -129,8 +132,8 @@ pub struct Layer {
     #[arg(long, value_name = "SIZE", help_heading = READING)]
     pub slab_file_max: Option<Bytes>,
 
-    /// Bytes that may be published and not yet on L2; writers beyond it wait. Default: a quarter of L1,
-    /// at least 64MiB, at most 4GiB.
+    /// Bytes that may be published and not yet on L2; writers beyond it wait. Less than L1, and at least 64MiB or
+    /// half of L1, whichever is less. Default: a quarter of L1 within that, at most 4GiB.
     #[arg(long, value_name = "SIZE", help_heading = WRITING)]
     pub dirty_limit: Option<Bytes>,
 
@@ -204,8 +207,18 @@ impl Layer {
         let mut layer: Self = toml::from_str(text).map_err(|error| toml_error(text, &error))?;
         // A relative path in a file would depend on where the daemon happens to be started.
         layer.check_absolute()?;
+        layer.refuse_format("key 'format'")?;
         layer.l2 = layer.l2.filter(|specs| !specs.is_empty());
         Ok(layer)
+    }
+
+    /// What stands somewhere for good would empty the stores at every start, unnoticed.
+    fn refuse_format(&mut self, named: &str) -> Result<()> {
+        match self.format.take() {
+            Some(true) => Err(Error::new(named, "would empty the stores at every start")
+                .remedy("remove it, and give --format on the command line when they shall be made anew")),
+            _ => Ok(()),
+        }
     }
 
     fn check_absolute(&self) -> Result<()> {
@@ -247,8 +260,9 @@ impl Layer {
                 Error::new(name, "is not valid UTF-8").remedy("set it to plain text or unset it")
             })?;
             let values = if key == "l2" { value.split(',').collect() } else { vec![value] };
-            let one = Self::from_pairs(values.iter().map(|value| (key.as_str(), Some(*value))))
+            let mut one = Self::from_pairs(values.iter().map(|value| (key.as_str(), Some(*value))))
                 .map_err(|error| error.within(name))?;
+            one.refuse_format(name)?;
             layer = one.over(layer);
         }
         Ok((layer, unknown))
@@ -266,11 +280,23 @@ impl Layer {
                 ("rw", None) => pairs.push(("read_only", Some("false"))),
                 ("exec", None) => pairs.push(("noexec", Some("false"))),
                 ("config", _) => {}
+                ("remount", _) => {
+                    return Err(Error::new("-o remount", "is not supported")
+                        .remedy("unmount, and mount again with the new options"));
+                }
                 _ if is_generic_mount_option(key) => {}
                 _ => pairs.push((key, value)),
             }
         }
-        Self::from_pairs(pairs.iter().map(|(key, value)| (*key, *value))).map_err(|error| error.within("-o"))
+        let mut layer = Self::from_pairs(pairs.iter().copied()).map_err(|error| {
+            let named = |word: &str| {
+                let key = |key: &&str| word.strip_prefix("--") == Some(&key.replace('_', "-"));
+                pairs.iter().map(|(key, _)| *key).find(key).map(|key| format!("-o {key}"))
+            };
+            error.renamed(named)
+        })?;
+        layer.refuse_format("-o format")?;
+        Ok(layer)
     }
 
     fn from_pairs<'p>(pairs: impl IntoIterator<Item = (&'p str, Option<&'p str>)>) -> Result<Self> {
@@ -390,6 +416,27 @@ fn is_generic_mount_option(key: &str) -> bool {
     GENERIC.contains(&key) || key.starts_with("x-") || key.starts_with("X-")
 }
 
+/// One store needs no list around it.
+fn one_or_more<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Vec<L2Spec>>, D::Error> {
+    struct OneOrMore;
+    impl<'de> serde::de::Visitor<'de> for OneOrMore {
+        type Value = Vec<L2Spec>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("a store in quotes such as \"/nvme/kv.store:200GiB\", or a list of them in []")
+        }
+
+        fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Vec<L2Spec>, E> {
+            text.parse().map(|spec| vec![spec]).map_err(E::custom)
+        }
+
+        fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut list: A) -> Result<Vec<L2Spec>, A::Error> {
+            std::iter::from_fn(|| list.next_element().transpose()).collect()
+        }
+    }
+    from.deserialize_any(OneOrMore).map(Some)
+}
+
 fn parse_log_level(text: &str) -> Result<LevelFilter, String> {
     text.parse()
         .map_err(|_| format!("log level '{text}' is unknown; use off, error, warn, info, debug or trace"))
@@ -418,7 +465,20 @@ fn toml_error(text: &str, error: &toml::de::Error) -> Error {
     let message = one_line(error.message());
     let Some(unknown) = message.strip_prefix("unknown field `").and_then(|rest| rest.split('`').next())
     else {
-        return Error::new(place, message);
+        let wrong = message.strip_prefix("invalid type: ").and_then(|rest| rest.split_once(", expected "));
+        let remedy = match wrong {
+            // Rust's words for numbers and booleans, which TOML writes bare.
+            Some((found, "usize" | "u32" | "u64" | "a boolean")) if found.starts_with("string") => {
+                Some("write it without quotes")
+            }
+            Some((found, "a string")) if !found.starts_with(['s', 'm']) => Some("write it in quotes"),
+            _ => None,
+        };
+        let error = Error::new(place, message);
+        return match remedy {
+            Some(remedy) => error.remedy(remedy),
+            None => error,
+        };
     };
     let meant = unknown.trim_start_matches('-').replace('-', "_");
     let remedy = if keys().any(|key| key == meant) {
@@ -427,6 +487,14 @@ fn toml_error(text: &str, error: &toml::de::Error) -> Error {
         "remove it; kvcachefs mount --help lists the options, and - is written _ here".to_owned()
     };
     Error::new(place, "no such option").remedy(remedy)
+}
+
+/// The words with which the command that was given wrongly begins: `kvctl umount`.
+fn program(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let usage = text.split("Usage: ").nth(1).unwrap_or("kvcachefs");
+    let words = usage.split_whitespace().take_while(|word| !word.starts_with(['[', '<', '-']));
+    words.collect::<Vec<_>>().join(" ")
 }
 
 /// Turns clap's several lines into one.
@@ -440,6 +508,11 @@ pub fn usage_error(error: &clap::Error) -> Error {
     let arg = context(ContextKind::InvalidArg).unwrap_or_default();
     let option = arg.split([' ', '[', '=']).next().unwrap_or_default().to_owned();
     match error.kind() {
+        ErrorKind::UnknownArgument if !arg.starts_with('-') => {
+            let another = error.render().to_string().contains("MOUNTPOINT");
+            let cause = if another { "a second mount point" } else { "is not expected here" };
+            Error::new(arg, cause).remedy(if another { "give one" } else { "leave it out" })
+        }
         ErrorKind::UnknownArgument => {
             let remedy = match context(ContextKind::SuggestedArg) {
                 Some(similar) => format!("did you mean {similar}?"),
@@ -471,12 +544,13 @@ pub fn usage_error(error: &clap::Error) -> Error {
         }
         ErrorKind::ArgumentConflict => Error::new(option, "is given twice").remedy("give it once"),
         ErrorKind::MissingRequiredArgument => {
-            Error::new(arg, "is missing").remedy("kvcachefs --help shows how")
+            Error::new(arg, "is missing").remedy(format!("{} --help shows how", program(error)))
         }
         _ => {
             let text = error.render().to_string();
             let first = text.split("\n\nUsage").next().unwrap_or_default();
-            Error::new(first.trim_start_matches("error: "), "").remedy("see kvcachefs --help")
+            Error::new(first.trim_start_matches("error: "), "")
+                .remedy(format!("see {} --help", program(error)))
         }
     }
 }

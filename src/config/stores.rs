@@ -49,7 +49,7 @@ impl Display for L2Spec {
 
 impl L2Spec {
     /// Looks at what is there now, so that the obvious mistakes are found before anything is opened.
-    pub(super) fn check(&self, format: bool) -> Result<()> {
+    pub(super) fn check(&self, format: bool, read_only: bool) -> Result<()> {
         if self.path.as_os_str().is_empty() {
             return Err(
                 Error::new("", "names no path").remedy("write PATH:SIZE, as in /nvme/kv.store:200GiB")
@@ -60,7 +60,13 @@ impl L2Spec {
                 .remedy(format!("give at least {L2_MIN}")));
         }
         let meta = match fs::metadata(&self.path) {
+            Ok(meta) if meta.is_file() && meta.len() == 0 && read_only => {
+                return Err(Self::no_store("is empty"));
+            }
             Ok(meta) => meta,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && read_only => {
+                return Err(Self::no_store("does not exist"));
+            }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return self.check_new(),
             Err(error) => return Err(Error::caused_by("", error).remedy("run as a user who may open it")),
         };
@@ -93,6 +99,11 @@ impl L2Spec {
             );
         }
         self.check_room(&self.path, meta.blocks() * 512)
+    }
+
+    fn no_store(why: &str) -> Error {
+        Error::new("", format!("{why}, and a read-only mount makes no store"))
+            .remedy("name a store that is there, or leave out --read-only")
     }
 
     fn check_new(&self) -> Result<()> {

@@ -69,6 +69,7 @@ fn a_stronger_source_wins_and_is_named() {
 fn what_is_rendered_can_be_read_again() {
     let dir = tempfile::tempdir().expect("a directory");
     let store = dir.path().join("kv.store");
+    fs::File::create(&store).and_then(|file| file.set_len(64 << 20)).expect("a file");
     let config =
         resolve(&format!("l2={}:64MiB,ro,evict=none,log_level=debug,l2_files_max=9", store.display()))
             .expect("valid options");
@@ -107,6 +108,15 @@ fn a_file_error_names_file_line_key_and_remedy() {
         ("l2 = [\"/a:5\"]", "key 'l2': size '5' has no unit"),
         ("pid_file = \"kv.pid\"", "key 'pid_file': 'kv.pid' is a relative path"),
         ("l2 = [\"kv.store:1GiB\"]", "key 'l2': 'kv.store' is a relative path"),
+        ("l2 = 5", "key 'l2'"),
+        ("l2 = 5", "in quotes"),
+        (
+            "threads = \"2\"",
+            "key 'threads': invalid type: string \"2\", expected usize; write it without quotes",
+        ),
+        ("lock = \"true\"", "expected a boolean; write it without quotes"),
+        ("fsname = 5", "expected a string; write it in quotes"),
+        ("format = true", "key 'format': would empty the stores at every start; remove it"),
         ("l1 = ", "line 1"),
         ("[section]\nl1 = \"1GiB\"", "line 1"),
     ] {
@@ -121,10 +131,18 @@ fn a_file_error_names_file_line_key_and_remedy() {
 }
 
 #[test]
+fn one_store_needs_no_list_in_a_file() {
+    let one = toml("l2 = \"/nvme/kv.store:1GiB\"\nformat = false").expect("a valid file");
+    assert_eq!(one.l2, toml("l2 = [\"/nvme/kv.store:1GiB\"]").expect("a valid file").l2);
+    assert_eq!(one.l2.map(|specs| specs.len()), Some(1));
+}
+
+#[test]
 fn an_environment_error_names_the_variable() {
     for (name, value, expected) in [
         ("KVCACHEFS_L1", "4", "KVCACHEFS_L1: --l1: size '4' has no unit"),
         ("KVCACHEFS_ALLOW_OTHER", "perhaps", "KVCACHEFS_ALLOW_OTHER"),
+        ("KVCACHEFS_FORMAT", "true", "KVCACHEFS_FORMAT: would empty the stores at every start"),
         ("KVCACHEFS_L2", "/a:1GiB,/b:2", "KVCACHEFS_L2: --l2: '/b:2': size '2' has no unit"),
         ("KVCACHEFS_EVICT", "some", "KVCACHEFS_EVICT: --evict: eviction 'some' is unknown; use lru or none"),
     ] {
@@ -158,9 +176,13 @@ fn what_cannot_work_is_refused_with_a_remedy() {
     fs::write(at("small"), "someone's notes").expect("a file");
     for (options, expected) in [
         ("l1=63MiB".to_owned(), "--l1: 63MiB is less than the 64MiB that L1 needs; give at least 64MiB"),
-        ("l1=49GiB".to_owned(), "--l1: 49GiB is more than the 48.0 GiB of memory available"),
+        ("l1=49GiB".to_owned(), "--l1: 49GiB is more than the 48GiB of memory available"),
         ("l1=1GiB,dirty_limit=1GiB".to_owned(), "--dirty-limit: 1GiB is not below the 1GiB of L1"),
-        ("dirty_limit=1MiB".to_owned(), "--dirty-limit: 1MiB is too little"),
+        (
+            "dirty_limit=1MiB".to_owned(),
+            "--dirty-limit: 1MiB is too little for writers to make progress; give at least 64MiB",
+        ),
+        ("l1=100MiB,dirty_limit=40MiB".to_owned(), "give at least 50MiB"),
         ("l1=1GiB,slab_file_max=2GiB".to_owned(), "--slab-file-max: 2GiB is more than"),
         (
             "slab_file_max=128KiB,small_file_max=200KiB".to_owned(),
@@ -175,8 +197,6 @@ fn what_cannot_work_is_refused_with_a_remedy() {
         ("fsync_deadline=0s".to_owned(), "--fsync-deadline: 0s would let nothing become durable"),
         ("request_deadline=0s".to_owned(), "--request-deadline: 0s would answer nothing"),
         ("publish_wait=31s".to_owned(), "--publish-wait: is not below --request-deadline"),
-        ("format".to_owned(), "--format: there is no L2 to format"),
-        (format!("format,ro,l2={}:64MiB", at("a")), "--format: a read-only mount cannot be formatted"),
         (format!("l2={a}:64MiB,l2={a}:32MiB", a = at("a")), "the same store is given twice"),
         (
             format!("l2={}:64MiB,l2={}/./small:64MiB", at("small"), dir.path().display()),
@@ -192,6 +212,15 @@ fn what_cannot_work_is_refused_with_a_remedy() {
     ] {
         let error = refusal(&options);
         assert!(error.contains(expected) && !error.contains('\n'), "{options}: {error}");
+    }
+    for (options, expected) in [
+        ("".to_owned(), "--format: there is no L2 to format"),
+        (format!("ro,l2={}:64MiB", at("a")), "--format: a read-only mount cannot be formatted"),
+    ] {
+        let format = Layer { format: Some(true), ..flags(&options) };
+        let error =
+            Config::resolve(Layer::default(), Layer::default(), format, &HOST).expect_err("a refusal");
+        assert!(error.to_string().contains(expected), "{options}: {error}");
     }
     let nowhere = Config::resolve(Layer::default(), Layer::default(), Layer::default(), &HOST);
     assert!(nowhere.expect_err("no mount point").to_string().contains("MOUNTPOINT: is missing"));

@@ -24,7 +24,9 @@ use nix::sys::statvfs::fstatvfs;
 use nix::unistd::{Whence, lseek};
 
 use super::{Class, Direction, Engine, EngineOptions, Io, Target, Threads, Uring};
+use crate::config::L2_MIN;
 use crate::memory::{PAGE, Span};
+use crate::units::Bytes;
 
 /// Which engine to use.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -67,36 +69,60 @@ pub struct Device {
     direct: bool,
     notes: Vec<String>,
     engine: Arc<dyn Engine>,
+    made: Option<Made>,
     /// Carries the lock.
-    _file: Arc<File>,
+    file: Arc<File>,
+}
+
+/// A store file that opening has made. It goes again, and its space with it, unless somebody keeps it: what a failed
+/// start made is of no use, fills the disk, and looks like a store of the wrong size at the next start.
+#[derive(Debug)]
+pub struct Made {
+    path: PathBuf,
+    /// Device and inode: what is there later under the same name may be another's.
+    identity: (u64, u64),
+    kept: bool,
+}
+
+impl Made {
+    fn new(path: &Path, file: &File) -> Option<Self> {
+        let meta = file.metadata().ok()?;
+        // From the root: a daemon changes its directory.
+        let path = std::path::absolute(path).ok()?;
+        Some(Self { path, identity: (meta.dev(), meta.ino()), kept: false })
+    }
+
+    /// The start has worked.
+    pub fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        let found = || fs::metadata(&self.path).map(|meta| (meta.dev(), meta.ino()));
+        if !self.kept && found().is_ok_and(|found| found == self.identity) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
 }
 
 /// A device that is ours alone, and has the right size. Nothing has been written to it: who claims it can still look at
 /// what is there and leave it, and then it is as it was.
 pub struct Claimed {
     path: PathBuf,
-    file: File,
     len: u64,
     /// Bytes that are really there: 0 of a file that is to become a store, all of a block device of which less is used.
     end: u64,
     is_block: bool,
-    made: Made,
-}
-
-/// A file that was made just now. What a failed start made is of no use, and would look like a store of the wrong size
-/// at the next one: so it is removed, unless it is kept.
-struct Made(Option<PathBuf>);
-
-impl Drop for Made {
-    fn drop(&mut self) {
-        if let Some(path) = &self.0 {
-            let _ = fs::remove_file(path);
-        }
-    }
+    made: Option<Made>,
+    /// Carries the lock, and goes last: what was made is removed while nobody else can have it.
+    file: File,
 }
 
 impl Claimed {
-    pub fn open(path: &Path, size: Option<u64>) -> Result<Self, DeviceError> {
+    /// With `remake` the store is made anew, so a file gets the size that is asked for, whatever it has.
+    pub fn open(path: &Path, size: Option<u64>, remake: bool) -> Result<Self, DeviceError> {
         let error = |cause| DeviceError { path: path.to_owned(), cause };
         if let Some(size) = size
             && (size == 0 || !size.is_multiple_of(PAGE as u64))
@@ -104,9 +130,9 @@ impl Claimed {
             return Err(error(Cause::OddSize { size }));
         }
         let Opened { mut file, is_block, is_new } = open_exclusively(path, size.is_some()).map_err(error)?;
-        let made = Made(is_new.then(|| path.to_owned()));
-        let (len, end) = measure(&mut file, is_block, size).map_err(error)?;
-        Ok(Self { path: path.to_owned(), file, len, end, is_block, made })
+        let made = is_new.then(|| Made::new(path, &file)).flatten();
+        let (len, end) = measure(&mut file, is_block, size, remake).map_err(error)?;
+        Ok(Self { path: path.to_owned(), len, end, is_block, made, file })
     }
 
     pub fn path(&self) -> &Path {
@@ -154,31 +180,41 @@ impl Claimed {
 
     /// Reserves its space and starts its engine. From here on it may be written to.
     pub fn ready(self, options: &DeviceOptions) -> Result<Device, DeviceError> {
-        let Self { path, file, len, end, is_block, mut made } = self;
+        let Self { path, len, end, is_block, made, file } = self;
         let error = |cause| DeviceError { path: path.clone(), cause };
         let mut notes = Vec::new();
         if !is_block {
             // Also for a file of the right length, which may have holes; costs nothing when it has none.
             let found = file.metadata().map_err(Cause::step("measuring it")).map_err(error)?;
             reserve(&file, len, len.saturating_sub(found.blocks() * 512), &mut notes).map_err(error)?;
-            if end == 0 {
+            if end < len {
                 file.sync_all().map_err(Cause::step("making its size durable")).map_err(error)?;
                 sync_directory_of(&path).map_err(Cause::step("making its name durable")).map_err(error)?;
             }
         }
-        made.0 = None;
         let (direct, alignment) = go_direct(&file, &mut notes);
         let file = Arc::new(file);
         let label = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let target = Target { file: file.clone(), len, grain: if direct { alignment } else { 1 }, label };
         let engine = start_engine(target, options, &mut notes).map_err(error)?;
-        Ok(Device { path, len, alignment, direct, notes, engine, _file: file })
+        Ok(Device { path, len, alignment, direct, notes, engine, made, file })
     }
 }
 
 impl Device {
     pub fn open(path: &Path, options: &DeviceOptions) -> Result<Self, DeviceError> {
-        Claimed::open(path, options.size)?.ready(options)
+        Claimed::open(path, options.size, false)?.ready(options)
+    }
+
+    /// What claiming it made. It is the caller's to [`Made::keep`] from now on; what nobody takes is kept.
+    pub fn take_made(&mut self) -> Option<Made> {
+        self.made.take()
+    }
+
+    /// Cuts off what a file has beyond the length that is used.
+    pub fn cut(&self) -> io::Result<()> {
+        let found = self.file.metadata()?;
+        if found.is_file() && found.len() > self.len { self.file.set_len(self.len) } else { Ok(()) }
     }
 
     pub fn path(&self) -> &Path {
@@ -249,6 +285,7 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         self.engine.stop();
+        self.made.take().into_iter().for_each(Made::keep);
     }
 }
 
@@ -278,18 +315,34 @@ fn open_exclusively(path: &Path, may_create: bool) -> Result<Opened, Cause> {
     }
     let file = options.open(path).map_err(|error| match error.raw_os_error() {
         Some(libc::EBUSY) => Cause::Mounted,
-        Some(libc::EEXIST) => Cause::InUse, // somebody else made it a moment ago
+        Some(libc::EEXIST) => Cause::InUse(None), // somebody else made it a moment ago
         _ => Cause::step("opening it")(error),
     })?;
     file.try_lock().map_err(|error| match error {
-        TryLockError::WouldBlock => Cause::InUse,
+        TryLockError::WouldBlock => Cause::InUse(holder(&file)),
         TryLockError::Error(error) => Cause::step("locking it")(error),
     })?;
     Ok(Opened { file, is_block, is_new: kind.is_none() })
 }
 
-/// How many bytes are to be used, and how many are there.
-fn measure(file: &mut File, is_block: bool, size: Option<u64>) -> Result<(u64, u64), Cause> {
+/// The process that has locked the file, and its name, as /proc/locks tells it:
+/// `1: FLOCK  ADVISORY  WRITE 708 00:2f:13 0 EOF`, with the device in hexadecimal and the inode in decimal.
+fn holder(file: &File) -> Option<(i32, String)> {
+    let meta = file.metadata().ok()?;
+    let (major, minor) = (nix::sys::stat::major(meta.dev()), nix::sys::stat::minor(meta.dev()));
+    let wanted = format!("{major:02x}:{minor:02x}:{}", meta.ino());
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let pid = locks.lines().find_map(|line| {
+        let fields: Vec<_> = line.split_whitespace().collect();
+        let at = fields.iter().position(|field| *field == "FLOCK")?;
+        (fields.get(at + 4) == Some(&wanted.as_str())).then(|| fields[at + 3].parse().ok())?
+    })?;
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some((pid, name.trim_end().to_owned()))
+}
+
+/// How many bytes are to be used, and how many are there. A store that is made anew gets the size that is asked for.
+fn measure(file: &mut File, is_block: bool, size: Option<u64>, remake: bool) -> Result<(u64, u64), Cause> {
     if is_block {
         // The end of a block device is its BLKGETSIZE64.
         let has = file.seek(SeekFrom::End(0)).map_err(Cause::step("measuring it"))?;
@@ -304,9 +357,9 @@ fn measure(file: &mut File, is_block: bool, size: Option<u64>) -> Result<(u64, u
         // An empty file is one that was to become a store when its daemon ended.
         None if has == 0 => return Err(Cause::Missing),
         None => has - has % PAGE as u64,
-        Some(size) if has == 0 => size,
-        Some(size) if size < has => return Err(Cause::WouldShrink { asked: size, has }),
-        Some(size) if size > has => return Err(Cause::SmallFile { asked: size, has }),
+        // One that is too long is cut when it is certain that the new store can be made.
+        Some(size) if has == 0 || remake => size,
+        Some(size) if size != has => return Err(Cause::OtherSize { asked: size, has }),
         Some(size) => size,
     };
     if len == 0 {
@@ -408,15 +461,29 @@ pub struct DeviceError {
 enum Cause {
     Missing,
     WrongKind,
-    InUse,
+    /// Who holds it, if the kernel tells.
+    InUse(Option<(i32, String)>),
     Mounted,
-    OddSize { size: u64 },
-    WouldShrink { asked: u64, has: u64 },
-    SmallFile { asked: u64, has: u64 },
-    SmallDevice { asked: u64, has: u64 },
-    NoSpace { missing: u64, free: u64 },
+    OddSize {
+        size: u64,
+    },
+    OtherSize {
+        asked: u64,
+        has: u64,
+    },
+    SmallDevice {
+        asked: u64,
+        has: u64,
+    },
+    NoSpace {
+        missing: u64,
+        free: u64,
+    },
     NoEngine(String),
-    Step { what: &'static str, error: io::Error },
+    Step {
+        what: &'static str,
+        error: io::Error,
+    },
 }
 
 impl Cause {
@@ -428,7 +495,7 @@ impl Cause {
 impl DeviceError {
     /// Whether another daemon, or a mount, has the device.
     pub fn is_in_use(&self) -> bool {
-        matches!(self.cause, Cause::InUse | Cause::Mounted)
+        matches!(self.cause, Cause::InUse(_) | Cause::Mounted)
     }
 }
 
@@ -438,26 +505,34 @@ impl fmt::Display for DeviceError {
         match &self.cause {
             Cause::Missing => write!(f, "there is no store: give a size to create one"),
             Cause::WrongKind => write!(f, "neither a regular file nor a block device: name one of these"),
-            Cause::InUse => write!(f, "in use by another kvcachefs: stop that one, or use another path"),
+            Cause::InUse(None) => {
+                write!(f, "in use by another kvcachefs: stop that one, or use another path")
+            }
+            Cause::InUse(Some((pid, name))) => write!(
+                f,
+                "in use by {name}, pid {pid}: wait if it is stopping, end it with kill {pid}, or use another path"
+            ),
             Cause::Mounted => {
                 write!(f, "in use, mounted or held by another program: unmount it, or use another device")
             }
             Cause::OddSize { size } => {
                 write!(f, "{size} bytes is no size for a store: use a positive multiple of 4096")
             }
-            Cause::WouldShrink { asked, has } => write!(
-                f,
-                "it has {has} bytes, more than the {asked} asked for, and stores never shrink: ask for {has}, or \
-                 remove the file to start empty"
-            ),
-            Cause::SmallFile { asked, has } => write!(
-                f,
-                "it has {has} bytes, less than the {asked} asked for: ask for {has}, or remove the file to start empty"
-            ),
+            Cause::OtherSize { asked, has } => {
+                let than = if has < asked { "less" } else { "more" };
+                let (has, asked) = (Bytes(*has), Bytes(*asked));
+                write!(f, "it has {has}, {than} than the {asked} asked for, and a store keeps its size: ")?;
+                if has >= L2_MIN {
+                    write!(f, "leave out the size to open it as it is, or ")?;
+                }
+                write!(f, "give --format to make a new one of {asked}, which loses what is in it")
+            }
             Cause::SmallDevice { asked, has } => {
                 write!(
                     f,
-                    "the block device has {has} bytes, less than the {asked} asked for: ask for at most {has}"
+                    "the block device has {}, less than the {} asked for: leave out the size to take it whole",
+                    Bytes(*has),
+                    Bytes(*asked)
                 )
             }
             Cause::NoSpace { missing, free } => write!(

@@ -462,6 +462,12 @@ impl Journal {
         Ok(())
     }
 
+    /// Leaves a sign that the store is in use: a frame without records. A clean end makes a checkpoint, and the log is
+    /// empty after it; so whoever opens a log that is not, opens a store that was not closed.
+    pub fn mark_in_use(&mut self) -> Result<(), Error> {
+        if self.used() > 0 { Ok(()) } else { self.append(&Batch::default()) }
+    }
+
     /// Begins a checkpoint of the state as of now or later. Appends may go on meanwhile.
     pub fn begin_checkpoint(&self) -> Checkpoint {
         Checkpoint {

@@ -23,7 +23,7 @@ pub mod volume;
 #[cfg(test)]
 mod engine_tests;
 
-pub use device::{Claimed, Device, DeviceError, DeviceOptions, EngineKind};
+pub use device::{Claimed, Device, DeviceError, DeviceOptions, EngineKind, Made};
 pub use engine::{Class, Direction, Engine, EngineOptions, Io, Target};
 pub use extents::{Allocator, BLOCK_BYTES, ClaimError, Extent, Extents};
 pub use faulty::{Faults, Faulty, Logged};

@@ -19,10 +19,10 @@ use parking_lot::Mutex;
 use super::journal::{Batch, Checkpoint, Error as JournalError, Journal, Medium};
 use super::record::Record;
 use super::superblock::{FORMAT, Found, Superblock};
-use super::{Claimed, Device, DeviceError, DeviceOptions, Engine, EngineGauges, foreign};
+use super::{Claimed, Device, DeviceError, DeviceOptions, Engine, EngineGauges, Made, foreign};
 use crate::error::{Error, Result};
 use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
-use crate::units::Bytes;
+use crate::units::{Bytes, counted, date};
 
 /// Where the superblock's copy is. Devices tear writes at sectors, not over pages that are apart.
 const COPY_AT: u64 = PAGE as u64;
@@ -53,6 +53,8 @@ pub struct VolumeOptions {
     /// For tests.
     pub wrap: Option<Wrap>,
     pub format: bool,
+    /// Nothing is written, and so no store made.
+    pub read_only: bool,
     pub files_max: Option<u64>,
     pub device: DeviceOptions,
 }
@@ -61,6 +63,7 @@ pub struct Volume {
     devices: Arc<Vec<Device>>,
     supers: Vec<Superblock>,
     journal: Mutex<Journal>,
+    read_only: bool,
     /// Devices that were written to since they were last flushed.
     written: Vec<AtomicBool>,
     flushing: Mutex<()>,
@@ -72,6 +75,10 @@ pub struct Volume {
 pub struct Opened {
     pub volume: Volume,
     pub fresh: bool,
+    /// The files that did not exist before; they go again with this.
+    pub made: Vec<Made>,
+    /// What a person should hear about the stores, a sentence each: what was overwritten, what is not used.
+    pub warnings: Vec<String>,
 }
 
 fn random_id() -> io::Result<[u8; 16]> {
@@ -146,34 +153,47 @@ impl Volume {
         // First only looked at: what is refused must be as it was, its holes included.
         let mut claimed = Vec::new();
         for (path, size) in paths {
-            claimed.push(claim_patiently(path, *size).map_err(|error| Error::new("", error))?);
+            claimed
+                .push(claim_patiently(path, *size, options.format).map_err(|error| Error::new("", error))?);
         }
         let plan = || Plan::new(&claimed, options);
+        let mut warnings = Vec::new();
         let (plan, supers) = if options.format {
-            (Some(plan()?), Vec::new())
+            let plan = plan()?;
+            warnings.extend(claimed.iter().filter_map(overwritten));
+            (Some(plan), Vec::new())
         } else {
             let found: Vec<Found> = claimed.iter().map(read_super).collect::<Result<_>>()?;
             if found.iter().all(|found| *found == Found::Blank) {
                 let plan = plan()?;
                 refuse_foreign(&claimed, &plan)?;
+                if options.read_only {
+                    return Err(Error::new(
+                        claimed[0].path().display(),
+                        "there is no store, and a read-only mount makes none",
+                    )
+                    .remedy("mount it without --read-only first"));
+                }
                 (Some(plan), Vec::new())
             } else {
                 (None, check(&claimed, found)?)
             }
         };
-        let mut devices = Vec::new();
+        let (mut devices, mut made) = (Vec::new(), Vec::new());
         for claimed in claimed {
-            let device = claimed.ready(&options.device).map_err(|error| Error::new("", error))?;
+            let mut device = claimed.ready(&options.device).map_err(|error| Error::new("", error))?;
+            made.extend(device.take_made());
             devices.push(match options.wrap {
                 Some(wrap) => device.wrap(wrap),
                 None => device,
             });
         }
         if let Some(plan) = plan {
-            let opened = Self::format(devices, plan)?;
-            reader.devices(&data_blocks(&opened.volume.supers), opened.volume.files_max());
-            return Ok(opened);
+            let volume = Self::format(devices, plan)?;
+            reader.devices(&data_blocks(&volume.supers), volume.files_max());
+            return Ok(Opened { volume, fresh: true, made, warnings });
         }
+        warnings.extend(devices.iter().zip(&supers).filter_map(unused));
         reader.devices(&data_blocks(&supers), supers[0].files_max);
         let first = Arc::new(devices);
         let medium = Arc::new(FirstDevice(first.clone()));
@@ -194,7 +214,12 @@ impl Volume {
             return Err(Error::new(&path, format!("{undecodable} records of the catalog cannot be read"))
                 .remedy(LOST));
         }
-        Ok(Opened { volume: Self::joined(first, supers, journal, report.bytes_read), fresh: false })
+        if report.frames > 0 {
+            warnings.push(format!("{path} was not closed cleanly; what was not durable is gone"));
+        }
+        let mut volume = Self::joined(first, supers, journal, report.bytes_read);
+        volume.read_only = options.read_only;
+        Ok(Opened { volume, fresh: false, made, warnings })
     }
 
     fn joined(
@@ -208,18 +233,22 @@ impl Volume {
             devices,
             supers,
             journal: Mutex::new(journal),
+            read_only: false,
             written,
             flushing: Mutex::new(()),
             recovery_bytes,
         }
     }
 
-    fn format(devices: Vec<Device>, plan: Plan) -> Result<Opened> {
+    fn format(devices: Vec<Device>, plan: Plan) -> Result<Self> {
         let Plan { supers, log } = plan;
         let (store, meta) =
             (supers[0].store, supers[0].meta_start..supers[0].meta_start + supers[0].meta_len);
         let devices = Arc::new(devices);
         let failed = |device: &Device, error: io::Error| Error::new(device.path().display(), error);
+        for device in devices.iter() {
+            device.cut().map_err(|error| failed(device, error))?;
+        }
         // The journal first: a store with a superblock has a journal.
         let journal = Journal::format(Arc::new(FirstDevice(devices.clone())), meta, log, &store)
             .map_err(|error| Error::new(devices[0].path().display(), error))?;
@@ -233,7 +262,7 @@ impl Volume {
                     .map_err(|error| failed(device, error))?;
             }
         }
-        Ok(Opened { volume: Self::joined(devices, supers, journal, 0), fresh: true })
+        Ok(Self::joined(devices, supers, journal, 0))
     }
 
     pub fn engine(&self, device: usize) -> Arc<dyn Engine> {
@@ -301,7 +330,12 @@ impl Volume {
     }
 
     pub fn needs_checkpoint(&self) -> bool {
-        self.journal.lock().needs_checkpoint(&Batch::default())
+        !self.read_only && self.journal.lock().needs_checkpoint(&Batch::default())
+    }
+
+    /// See [`Journal::mark_in_use`].
+    pub fn mark_in_use(&self) -> io::Result<()> {
+        Ok(self.journal.lock().mark_in_use()?)
     }
 
     /// Makes records durable.
@@ -351,10 +385,14 @@ impl Volume {
 /// of the file and its lock, a little later than of the process.
 const IN_USE_PATIENCE: Duration = Duration::from_secs(5);
 
-fn claim_patiently(path: &Path, size: Option<u64>) -> std::result::Result<Claimed, DeviceError> {
+fn claim_patiently(
+    path: &Path,
+    size: Option<u64>,
+    remake: bool,
+) -> std::result::Result<Claimed, DeviceError> {
     let deadline = Instant::now() + IN_USE_PATIENCE;
     loop {
-        match Claimed::open(path, size) {
+        match Claimed::open(path, size, remake) {
             Err(error) if error.is_in_use() && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(50));
             }
@@ -444,6 +482,37 @@ fn flaw(superblock: &Superblock, at: usize) -> Option<&'static str> {
     flaws.into_iter().find(|(flaw, _)| *flaw).map(|(_, what)| what)
 }
 
+/// What `--format` takes away.
+fn overwritten(device: &Claimed) -> Option<String> {
+    // What cannot be read is no reason to refuse: it is to go.
+    let what = match read_super(device).ok()? {
+        Found::Ours(store) => format!(
+            "emptied the store of {} that was made {}",
+            Bytes(store.len).approx(),
+            date(store.made / 1_000_000_000)
+        ),
+        Found::Format(format) => format!("overwrote a store of format {format}"),
+        Found::Damaged => "overwrote a store whose superblock was damaged".to_owned(),
+        Found::Blank | Found::Foreign => {
+            let what = foreign::look(device, 0).ok()??;
+            format!("overwrote what was no kvcachefs store: it held {what}")
+        }
+    };
+    Some(format!("{}: --format {what}", device.path().display()))
+}
+
+/// A store has the size that it was made with, though its file or device may have grown since.
+fn unused((device, superblock): (&Device, &Superblock)) -> Option<String> {
+    let rest = device.len().checked_sub(superblock.len).filter(|rest| *rest > 0)?;
+    Some(format!(
+        "{}: {} at its end are not used, since the store was made with {}; a new one made with --format, which loses \
+         what is in it, takes all",
+        device.path().display(),
+        Bytes(rest).approx(),
+        Bytes(superblock.len).approx()
+    ))
+}
+
 /// Whether the devices are those of one store, complete and in order.
 fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
     let mut supers = Vec::new();
@@ -462,7 +531,11 @@ fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
                 } else if superblock.block_bytes != crate::store::hot::BLOCK as u32 {
                     Some(format!("it was made with blocks of {} bytes", superblock.block_bytes))
                 } else if superblock.devices as usize != devices.len() {
-                    Some(format!("its store has {} paths, {} are given", superblock.devices, devices.len()))
+                    Some(format!(
+                        "its store has {}, {} given",
+                        counted(u64::from(superblock.devices), "path"),
+                        if devices.len() == 1 { "1 is".to_owned() } else { format!("{} are", devices.len()) }
+                    ))
                 } else if superblock.device as usize != at {
                     Some(format!("it is path {} of its store, not {}", superblock.device + 1, at + 1))
                 } else if supers.first().is_some_and(|first: &Superblock| first.store != superblock.store) {

@@ -59,7 +59,7 @@ impl Core {
     pub fn reserve_record(&mut self, more: u64, keep: Idx) -> Result<(), Errno> {
         while self.catalog.used + more > self.catalog.limit {
             if !self.settings.evict || !self.evict_file_but(keep) {
-                return Err(Errno::ENOSPC);
+                return Err(self.no_space());
             }
         }
         Ok(())
@@ -129,7 +129,7 @@ impl Core {
     /// missing then, it can only tell as ESTALE.
     pub fn room_for_version(&mut self, idx: Idx) -> Result<(), Errno> {
         if !self.settings.evict && self.tree.nodes.count() as u64 >= self.settings.files_max {
-            return Err(Errno::ENOSPC);
+            return Err(self.no_space());
         }
         if self.settings.memory_only {
             return Ok(());

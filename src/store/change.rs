@@ -349,7 +349,7 @@ impl Core {
         let hot = self.hot_mut(idx);
         let from = hot.span(index).map(|span| span.slice(0..hot.defined(index, span.len())));
         let Some(chunk) = self.alloc_chunk(want, idx).or_else(|| self.alloc_chunk(want, NONE)) else {
-            return Err(if self.settings.memory_only { Stop::Fail(Errno::ENOSPC) } else { Stop::Room });
+            return Err(if self.settings.memory_only { Stop::Fail(self.no_space()) } else { Stop::Room });
         };
         let hot = self.hot_mut(idx);
         let to = chunk.span();
@@ -400,7 +400,7 @@ impl Core {
         }
         let end = offset.checked_add(len as u64).ok_or(Errno::EFBIG)?;
         if end > self.size_max() {
-            return Err(Stop::Fail(if self.settings.memory_only { Errno::ENOSPC } else { Errno::EFBIG }));
+            return Err(Stop::Fail(if self.settings.memory_only { self.no_space() } else { Errno::EFBIG }));
         }
         self.lengthen_record(idx, end)?;
         self.one_at_a_time(idx)?;
@@ -856,10 +856,11 @@ impl Store {
         // Room is set aside when bytes are written (every block is new on the device then), so all that
         // fallocate has to do is to grow the file, and to say now if it can never fit.
         let size = {
-            let core = self.lock();
+            let mut core = self.lock();
             if end > core.size_max() {
+                let errno = core.no_space();
                 drop(core);
-                return reply(Err(Errno::ENOSPC));
+                return reply(Err(errno));
             }
             core.by_id(handle.id).map_or(0, |idx| core.node(idx).size)
         };

@@ -19,6 +19,7 @@ use super::node::{
 use super::patience::Patience;
 use super::promote::Load;
 use super::read::Served;
+use super::tally::Tallies;
 use super::tree::Tree;
 use crate::l1::{Owner, Pool};
 use crate::l2::{Allocator, Extent};
@@ -169,6 +170,7 @@ pub struct Core {
     pub effects: Vec<Effect>,
     /// Lines for `.ctl/events`.
     pub events: Vec<String>,
+    pub tallies: Tallies,
     pub wakes: Wakes,
     pub calls: Calls,
     pub droppable: Ends,
@@ -236,6 +238,7 @@ impl Core {
             counters: Counters::default(),
             effects: Vec::new(),
             events: Vec::new(),
+            tallies: Tallies::default(),
             wakes: Wakes::default(),
             calls: Calls::default(),
             droppable: Ends::default(),
@@ -899,11 +902,11 @@ impl Core {
         bytes: usize,
     ) -> Result<Idx, Errno> {
         if self.tree.nodes.is_full(self.settings.positions_max) {
-            return Err(Errno::ENOSPC);
+            return Err(self.no_space());
         }
         let full = self.tree.nodes.count() as u64 >= self.settings.files_max;
         if full && !(self.settings.evict && self.evict_file()) {
-            return Err(Errno::ENOSPC);
+            return Err(self.no_space());
         }
         let bytes = self.reserve_new(bytes)?;
         let node = Node::new(detail, (mode & 0o7777) as u16, uid, gid, now());

@@ -29,6 +29,7 @@ pub mod read;
 pub mod recover;
 pub mod report;
 pub mod space;
+mod tally;
 pub mod tree;
 
 use std::sync::Arc;

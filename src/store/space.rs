@@ -1,7 +1,5 @@
 //! Room: in L1, on the device, and what leaves to make it (rules R7, R8).
 
-use nix::errno::Errno;
-
 use super::change::Stop;
 use super::core::Core;
 use super::hot::{Block, BlockIo, Mem, WriteBack};
@@ -154,13 +152,13 @@ impl Core {
     pub fn reserve(&mut self, idx: Idx, pages: u64) -> Result<(), Stop> {
         while self.is_catalog_full() {
             if !self.settings.evict {
-                return Err(Stop::Fail(Errno::ENOSPC));
+                return Err(Stop::Fail(self.no_space()));
             }
             if !self.evict_file() {
                 // What is being stored can leave once it is; if nothing is, all that is left is in use.
                 let coming =
                     self.queue.pending() || self.space.devices.iter().any(|device| device.leaving > 0);
-                return Err(if coming { Stop::Room } else { Stop::Fail(Errno::ENOSPC) });
+                return Err(if coming { Stop::Room } else { Stop::Fail(self.no_space()) });
             }
         }
         if self.is_nowhere(idx) {
@@ -232,7 +230,7 @@ impl Core {
         // free after the next commit.
         let stale = self.space.on(device).stale > 0;
         let leaves = self.settings.evict && (self.queue.pending() || self.space.on(device).leaving > 0);
-        if stale || leaves { Stop::Room } else { Stop::Fail(Errno::ENOSPC) }
+        if stale || leaves { Stop::Room } else { Stop::Fail(self.no_space()) }
     }
 
     /// Has the least recently used file of all leave, for a place among the files.
@@ -257,8 +255,7 @@ impl Core {
             let next = Ends::towards_front::<Recency>(&mut self.tree.nodes, at);
             if at != keep && self.may_evict(at) {
                 let pages = if self.settings.memory_only { 0 } else { self.device_pages(at) };
-                self.counters.evictions_l2 += 1;
-                self.counters.evicted_bytes += pages * 4096;
+                self.count_eviction(at, pages);
                 log::debug!("evict {}", self.tree.path(at));
                 self.invalidate(at);
                 self.drop_name(at, None, true);

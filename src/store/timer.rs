@@ -85,6 +85,7 @@ impl Store {
                 core.end_changes(now);
                 core.end_patience(now);
                 core.end_expectations(now);
+                core.tell_tallies(now);
                 if !core.waiters.is_empty() {
                     core.wakes.admission = true;
                     core.wakes.writer = true;

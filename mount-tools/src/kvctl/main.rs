@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ErrorKind};
 use clap::{Parser, Subcommand};
 use kvcachefs::config::usage_error;
 use kvcachefs::error::{Error, Result};
@@ -61,13 +61,15 @@ enum Cmd {
     },
     /// Print the counters of a mount, one a line.
     Stats { mountpoint: Option<PathBuf> },
-    /// Print what has happened on a mount.
+    /// Print what has happened on a mount since it was mounted; times are UTC.
     Events {
         mountpoint: Option<PathBuf>,
         /// Go on until it is unmounted.
         #[arg(short = 'f', long)]
         follow: bool,
     },
+    /// Print the version.
+    Version,
 }
 
 fn main() -> ExitCode {
@@ -91,13 +93,17 @@ fn failed(error: &Error) -> ExitCode {
 
 /// The daemon's words for a wrong command line, with this program's remedies.
 fn understood(error: &clap::Error) -> Error {
-    const COMMANDS: &str = "use mount, umount, status, stats or events";
+    const COMMANDS: &str = "use mount, umount, status, stats, events or version";
     match error.kind() {
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            Error::new("kvctl", "no command given").remedy(COMMANDS)
+            Error::new("no command given", "").remedy(COMMANDS)
         }
         ErrorKind::InvalidSubcommand => usage_error(error).remedy(COMMANDS),
-        ErrorKind::UnknownArgument => usage_error(error).remedy("kvctl --help shows how"),
+        ErrorKind::UnknownArgument
+            if error.get(ContextKind::InvalidArg).is_some_and(|arg| arg.to_string().starts_with('-')) =>
+        {
+            usage_error(error).remedy("kvctl --help shows how")
+        }
         _ => usage_error(error),
     }
 }
@@ -122,6 +128,7 @@ fn act(command: Cmd) -> Result<()> {
         Cmd::Status { mountpoint, json } => show::status(mountpoint.as_deref(), json),
         Cmd::Stats { mountpoint } => show::file(mountpoint.as_deref(), "stats"),
         Cmd::Events { mountpoint, follow } => show::events(mountpoint.as_deref(), follow),
+        Cmd::Version => print(format!("kvctl {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use kvcachefs::error::{Error, Result};
 use kvcachefs::mount::{self, Entry, Life};
+use kvcachefs::units::date;
 use serde_json::{Map, Value, json};
 
 use crate::print;
@@ -84,12 +85,23 @@ pub fn events(mountpoint: Option<&Path>, follow: bool) -> Result<()> {
         } else {
             0
         };
-        print(&text[start..])?;
+        print(dated(&String::from_utf8_lossy(&text[start..])).as_bytes())?;
         if !follow {
             return Ok(());
         }
         std::thread::sleep(FOLLOW_EVERY);
     }
+}
+
+/// The events' seconds since 1970 as dates. They are read whole lines at a time.
+fn dated(text: &str) -> String {
+    let line = |line: &str| {
+        let (seconds, rest) = line.split_once('.')?;
+        let (millis, said) = rest.split_once(' ')?;
+        let at = date(seconds.parse().ok()?);
+        Some(format!("{}.{millis}Z {said}", at.trim_end_matches('Z')))
+    };
+    text.split_inclusive('\n').map(|text| line(text).unwrap_or_else(|| text.to_owned())).collect()
 }
 
 fn from(file: &Path, offset: u64) -> io::Result<Vec<u8>> {
@@ -112,7 +124,7 @@ fn all() -> Result<Vec<Entry>> {
 }
 
 fn none() -> Error {
-    Error::new("kvcachefs", "none is mounted").remedy("mount one: kvctl mount --l1 4GiB DIR")
+    Error::new("no kvcachefs is mounted", "").remedy("mount one: kvctl mount --l1 4GiB DIR")
 }
 
 fn ours(dir: &Path) -> Result<Entry> {

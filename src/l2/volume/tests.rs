@@ -23,11 +23,19 @@ impl CatalogReader for Records {
 }
 
 fn options() -> VolumeOptions {
-    VolumeOptions { wrap: None, format: false, files_max: None, device: DeviceOptions::default() }
+    VolumeOptions {
+        wrap: None,
+        format: false,
+        read_only: false,
+        files_max: None,
+        device: DeviceOptions::default(),
+    }
 }
 
 fn open(paths: &[(&Path, Option<u64>)]) -> Result<Opened> {
-    Volume::open(paths, &options(), &mut Records::default())
+    let mut opened = Volume::open(paths, &options(), &mut Records::default())?;
+    opened.made.drain(..).for_each(Made::keep);
+    Ok(opened)
 }
 
 fn refused(paths: &[(&Path, Option<u64>)]) -> String {
@@ -130,6 +138,24 @@ fn a_set_that_is_refused_leaves_no_new_files() {
     assert!(said.contains("btrfs"), "{said}");
     assert!(!new.exists());
     assert!(state(&foreign) == before);
+}
+
+#[test]
+fn what_a_start_made_stays_only_if_it_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let paths = ["a", "b"].map(|name| dir.path().join(name));
+    let set = [(&*paths[0], Some(SIZE)), (&*paths[1], Some(SIZE))];
+    drop(Volume::open(&set, &options(), &mut Records::default()).unwrap());
+    assert!(!paths[0].exists() && !paths[1].exists());
+    // What has come under the name meanwhile is another's.
+    let opened = Volume::open(&set, &options(), &mut Records::default()).unwrap();
+    fs::rename(&paths[0], dir.path().join("c")).unwrap();
+    fs::write(&paths[0], "another's").unwrap();
+    drop(opened);
+    assert!(paths[0].exists() && !paths[1].exists());
+    fs::rename(dir.path().join("c"), &paths[0]).unwrap();
+    assert!(refused(&set).contains("it is empty, but other paths belong to a store"));
+    assert!(!paths[1].exists());
 }
 
 #[test]
