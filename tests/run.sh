@@ -53,7 +53,7 @@ for mode in $modes; do
         name=$(basename "$file" .rs)
         # A child between fork and exec holds what other threads of the test have open: programs that are being written,
         # mounts that are being unmounted.
-        case $name in lifecycle | without) threads=1 ;; *) threads=$(nproc) ;; esac
+        case $name in lifecycle | wedge | without) threads=1 ;; *) threads=$(nproc) ;; esac
         RUST_TEST_THREADS=$threads KVCACHEFS_TEST_MODE=$mode cargo test --quiet --locked --test "$name"
     done
 done
