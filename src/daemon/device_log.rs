@@ -1,4 +1,4 @@
-//! S28. Whatever a crash leaves of the writes that a store sends to its devices, the store that is opened from it has
+//! S21. Whatever a crash leaves of the writes that a store sends to its devices, the store that is opened from it has
 //! all that was durable, byte for byte, and nothing that never was.
 //!
 //! A kill does not test this: what a killed daemon wrote is there, in order. So clients work on a store whose devices
