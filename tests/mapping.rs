@@ -69,17 +69,25 @@ fn mount() -> Mount {
     Mount::with(Options::new(64, 256).arg("--slab-rest").arg("1ms"))
 }
 
+/// The kernel's RELEASE of what was closed has come. Before, this process finds the file as it wrote it, and not by
+/// passthrough.
+fn released(mount: &Mount) {
+    mount.wait_for("private_files", |files| files == 0);
+}
+
 #[test]
 fn a_mapping_outlives_its_file() {
     let mount = mount();
     let size = (3 << 20) + 100;
     let (path, old, new) = (mount.at("f"), bytes(1, size), bytes(2, size));
     fs::write(&path, &old).unwrap();
+    released(&mount);
     let map = Map::new(&path);
     assert!(map.shows(&old), "right after close");
     fill_l1(&mount, size);
     assert!(map.shows(&old), "after eviction");
     fs::write(&path, &new).unwrap();
+    released(&mount);
     assert!(map.shows(&old), "after replacement");
     let newer = Map::new(&path);
     fs::write(mount.at("temporary"), &old).unwrap();
@@ -110,6 +118,7 @@ fn what_is_lent_is_counted_and_comes_back() {
     for at in 0..8u64 {
         let (path, content) = (mount.at(&format!("f{at}")), bytes(at, size));
         fs::write(&path, &content).unwrap();
+        released(&mount);
         maps.push((Map::new(&path), content));
         fs::remove_file(&path).unwrap();
     }
@@ -161,6 +170,7 @@ fn l1_full_of_mapped_files_still_serves_others() {
     for at in 0..24u64 {
         let (path, content) = (mount.at(&format!("f{at}")), bytes(at, size));
         fs::write(&path, &content).unwrap();
+        released(&mount);
         maps.push((Map::new(&path), content));
     }
     for (at, (map, content)) in maps.iter().enumerate() {
