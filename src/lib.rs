@@ -18,6 +18,5 @@ pub mod shown;
 pub mod signals;
 pub mod stats;
 pub mod store;
-pub mod streaming;
 pub mod units;
 pub mod writeback;

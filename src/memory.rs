@@ -125,7 +125,7 @@ impl Span {
         );
         // SAFETY: bounds asserted; the memory is mapped (type invariant); `from` is a Rust slice and so
         // cannot overlap memory that is only reachable through raw pointers.
-        unsafe { crate::streaming::copy(from.as_ptr(), self.ptr.as_ptr().add(at), from.len()) }
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.ptr.as_ptr().add(at), from.len()) }
     }
 
     /// Copies from offset `at` into `to`.
