@@ -266,6 +266,7 @@ impl Daemon {
             watcher,
         )
         .map_err(|error| Error::new("--l1", error))?;
+        notes.extend(pool.without().map(str::to_owned));
         let settings = Settings {
             passthrough: false,
             memory_only: volume.is_none(),

@@ -115,7 +115,7 @@ pub struct Layer {
     #[arg(long, value_name = "BOOL", help_heading = READING, require_equals = true, num_args = 0..=1, default_missing_value = "true", value_parser = BoolishValueParser::new())]
     pub lock: Option<bool>,
 
-    /// Huge pages for L1: auto (when the kernel offers them for shared memory) or off. Default: auto.
+    /// Huge pages for L1: auto (where the kernel has them at hand) or off. Default: auto.
     #[arg(long, value_name = "auto|off", help_heading = READING)]
     pub huge_pages: Option<HugePages>,
 

@@ -17,7 +17,8 @@ use nix::sys::signal::{SigHandler, Signal};
 use parking_lot::Mutex;
 
 use super::chunks::{ARENA_BYTES, Arenas, Chunk};
-use super::slab::{self, Keep, Lock, Memory, Slab};
+use super::shm::Shm;
+use super::slab::{self, Lock, Memory, Slab};
 use crate::memory::{PAGE, Region, RegionId};
 use crate::units::Bytes;
 
@@ -104,6 +105,7 @@ struct State {
 
 pub struct Pool {
     config: PoolConfig,
+    shm: Shm,
     lock: Lock,
     watcher: Option<Arc<dyn RegionWatcher>>,
     state: Mutex<State>,
@@ -129,8 +131,21 @@ impl Pool {
         if lock == Lock::Pages {
             config.slabs_max /= 2; // each takes two mappings
         }
-        Memory::new(1, config.slab_bytes_max as usize, Keep { lock, huge: false })?;
-        Ok(Arc::new(Self { config, lock, watcher, state: Mutex::default(), complained: AtomicU64::new(0) }))
+        let shm = Shm::new(config.huge_pages);
+        Memory::new(&shm, 1, config.slab_bytes_max as usize, lock)?;
+        Ok(Arc::new(Self {
+            config,
+            shm,
+            lock,
+            watcher,
+            state: Mutex::default(),
+            complained: AtomicU64::new(0),
+        }))
+    }
+
+    /// What L1 does without, a sentence for the log and `.ctl/status`.
+    pub fn without(&self) -> Option<&str> {
+        self.shm.without()
     }
 
     /// A slab of exactly `pages` pages; its contents are arbitrary. None: it does not fit right now.
@@ -189,13 +204,12 @@ impl Pool {
     }
 
     fn create(&self, state: &mut State, pages: u32) -> Option<Memory> {
-        let keep = Keep { lock: self.lock, huge: self.config.huge_pages };
         let reserved = if pages as usize * PAGE == ARENA_BYTES {
             ARENA_BYTES
         } else {
             self.config.slab_bytes_max as usize
         };
-        match Memory::new(pages, reserved, keep) {
+        match Memory::new(&self.shm, pages, reserved, self.lock) {
             Ok(memory) => {
                 state.total += memory.bytes();
                 state.peak = state.peak.max(state.total);

@@ -1,6 +1,6 @@
-//! One memfd and its mapping.
+//! One file of memory and its mapping.
 //!
-//! The memfd is opened a second time through `/proc/self/fd`, and only that descriptor is kept: on it a write lease
+//! Only one descriptor of the file is kept: on it a write lease
 //! tells whether anybody else has the slab open or mapped (fact 5). The mapping is as long as the largest slab may
 //! ever be and is made once; growing and shrinking only change the length of the file below it, so the address of a
 //! slab never changes. Whatever lies beyond the file's length must not be touched, and [`Slab::span`] sees to that.
@@ -8,7 +8,7 @@
 
 use std::any::Any;
 use std::ffi::c_void;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -18,12 +18,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munlock, munmap};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munlock, munmap};
 use nix::sys::signal::{SigHandler, Signal, signal};
 use parking_lot::Mutex;
 
 use super::pool::{Owner, Pool};
+use super::shm::Shm;
 use crate::memory::{PAGE, Region, RegionId, Span};
 
 static NEXT_REGION: AtomicU64 = AtomicU64::new(1);
@@ -64,19 +64,9 @@ pub(super) enum Lock {
     Pages,
 }
 
-/// How a slab is kept in memory.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Keep {
-    pub lock: Lock,
-    pub huge: bool,
-}
-
 impl Memory {
-    pub(super) fn new(pages: u32, reserved: usize, keep: Keep) -> io::Result<Self> {
-        let first = memfd_create(c"kvcachefs-slab", MFdFlags::MFD_CLOEXEC)?;
-        let file =
-            OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", first.as_raw_fd()))?;
-        drop(first);
+    pub(super) fn new(shm: &Shm, pages: u32, reserved: usize, lock: Lock) -> io::Result<Self> {
+        let file = shm.file()?;
         file.set_len(u64::from(pages) * PAGE as u64)?;
         let reserved = reserved.max(pages as usize * PAGE);
         let length = NonZeroUsize::new(reserved).ok_or(io::ErrorKind::InvalidInput)?;
@@ -88,7 +78,7 @@ impl Memory {
             file,
             base: base.cast(),
             reserved,
-            locks_pages: keep.lock == Lock::Pages,
+            locks_pages: lock == Lock::Pages,
             pages: AtomicU32::new(pages),
             region: AtomicU64::new(NEXT_REGION.fetch_add(1, Ordering::Relaxed)),
             announced: AtomicBool::new(false),
@@ -98,11 +88,7 @@ impl Memory {
             owner: Mutex::new(None),
             backing: Mutex::new(None),
         };
-        if keep.huge {
-            // SAFETY: advice for our own mapping; it changes no contents.
-            let _ = unsafe { madvise(base, reserved, MmapAdvise::MADV_HUGEPAGE) };
-        }
-        match keep.lock {
+        match lock {
             Lock::Nothing => {}
             Lock::Reservation => lock_on_fault(memory.base, reserved)?,
             Lock::Pages => lock_on_fault(memory.base, memory.bytes() as usize)?,
@@ -380,8 +366,7 @@ mod tests {
 
     #[test]
     fn under_a_limit_just_the_pages_are_locked() {
-        let memory =
-            Memory::new(4, 64 * PAGE, Keep { lock: Lock::Pages, huge: false }).expect("256 KiB of memory");
+        let memory = Memory::new(&Shm::new(false), 4, 64 * PAGE, Lock::Pages).expect("256 KiB of memory");
         let base = memory.region().base;
         assert_eq!(mapping(base), (4, true));
         for pages in [16, 3, 64, 1] {

@@ -18,7 +18,7 @@ fn config() -> PoolConfig {
     PoolConfig {
         budget_bytes: 16 * MIB,
         lock: false,
-        huge_pages: false,
+        huge_pages: true,
         rest: Duration::ZERO,
         strict: false,
         chunk_reserve_bytes: 4 * MIB,
@@ -190,6 +190,37 @@ fn the_tail_of_a_cut_slab_is_zero_and_its_length_exact() {
     assert_eq!(opened(&pool.slab(2, HERE).expect("a slab")).metadata().expect("stat").len(), 8192);
 }
 
+/// Memory that the slab's file has, and the size of page that its file system prefers.
+fn memory_of(slab: &Slab) -> (u64, u64) {
+    use std::os::unix::fs::MetadataExt;
+    let seen = opened(slab).metadata().expect("stat");
+    (seen.blocks() * 512, seen.blksize())
+}
+
+#[test]
+fn huge_pages_are_used_where_the_kernel_has_them_and_never_reach_past_the_slab() {
+    let huge = 2 * MIB;
+    for on in [true, false] {
+        let pool = pool(|config| config.huge_pages = on);
+        let slab = pool.slab(1024, HERE).expect("a slab");
+        assert_eq!(memory_of(&slab), (0, if on { huge } else { 4096 }));
+        slab.span(0..1).copy_from(0, &[7]);
+        let (touched, _) = memory_of(&slab);
+        assert!(touched == 4096 || on && touched == huge, "{touched} bytes for one that was written");
+        fill(&slab, 7);
+        for pages in [1023, 700, 513, 512, 300] {
+            assert!(slab.resize(pages) && holds(&slab, 7));
+            assert_eq!(memory_of(&slab).0, u64::from(pages) * 4096, "{pages} pages, huge pages {on}");
+        }
+        let odd = pool.slab(700, HERE).expect("a slab");
+        fill(&odd, 9);
+        assert_eq!(memory_of(&odd).0, 700 * 4096);
+        odd.set_len(512 * 4096 + 1).expect_err("another number of pages");
+        odd.set_len(699 * 4096 + 1).expect("cut");
+        assert_eq!(memory_of(&odd).0, 700 * 4096);
+    }
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Slab { pages: u32, owner: u32 },
@@ -233,8 +264,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_is_asked_the_budget_holds_and_the_sums_agree(steps in steps()) {
-        let pool = pool(|_| ());
+    fn whatever_is_asked_the_budget_holds_and_the_sums_agree(huge in any::<bool>(), steps in steps()) {
+        let pool = pool(|config| config.huge_pages = huge);
         let mut slabs: Vec<(Slab, Owner)> = Vec::new();
         let mut chunks: Vec<(Chunk, usize)> = Vec::new();
         for step in steps {
