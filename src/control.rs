@@ -6,8 +6,8 @@
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -46,6 +46,8 @@ const FILES: [(&str, File); 6] = [
 pub struct Opened {
     file: File,
     text: Vec<u8>,
+    /// Of `events`: what this reader's offsets are counted from.
+    from: OnceLock<u64>,
 }
 
 pub struct Control {
@@ -201,12 +203,14 @@ impl Control {
             File::Version => format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")),
             File::Events => String::new(),
         };
-        Some(Ok(Opened { file, text: text.into_bytes() }))
+        Some(Ok(Opened { file, text: text.into_bytes(), from: OnceLock::new() }))
     }
 
     pub fn read(&self, opened: &Opened, offset: u64, len: usize) -> Vec<u8> {
         if opened.file == File::Events {
-            return self.events.read(offset, len);
+            // Who begins at the beginning gets what is left of it; `tail` asks for the end, where offsets are absolute.
+            let from = *opened.from.get_or_init(|| if offset == 0 { self.events.forgotten() } else { 0 });
+            return self.events.read(from.saturating_add(offset), len);
         }
         let from = usize::try_from(offset).unwrap_or(usize::MAX).min(opened.text.len());
         opened.text[from..opened.text.len().min(from.saturating_add(len))].to_vec()

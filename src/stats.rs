@@ -93,6 +93,11 @@ impl Events {
         self.log.lock().len
     }
 
+    /// How much of the beginning is gone.
+    pub fn forgotten(&self) -> u64 {
+        self.log.lock().dropped
+    }
+
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -100,7 +105,7 @@ impl Events {
     /// Up to `len` bytes from `offset` on. What has been forgotten reads as blanks, so that offsets stay true.
     pub fn read(&self, offset: u64, len: usize) -> Vec<u8> {
         let log = self.log.lock();
-        let end = (offset + len as u64).min(log.len);
+        let end = offset.saturating_add(len as u64).min(log.len);
         let mut out = Vec::new();
         let mut at = offset;
         while at < end.min(log.dropped) {

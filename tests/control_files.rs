@@ -237,6 +237,34 @@ fn cause_event(mount: &Mount, name: &str) {
 }
 
 #[test]
+fn of_many_events_the_latest_are_shown_whoever_reads() {
+    let mount = Mount::new();
+    for at in 0..1100 {
+        cause_event(&mount, &format!("n{at}"));
+    }
+    let path = mount.at(".ctl/events");
+    let shown = fs::read_to_string(&path).unwrap();
+    assert_eq!(shown.lines().count(), 1024);
+    for line in shown.lines() {
+        assert!(line.split(' ').next().unwrap().parse::<f64>().is_ok_and(|at| at > 1.6e9), "{line:?}");
+    }
+    assert!(!shown.contains("n10/n10:") && shown.lines().last().unwrap().contains("n1099"), "the latest");
+    let tail = |arguments: &[&str]| {
+        String::from_utf8(Command::new("tail").args(arguments).arg(&path).output().unwrap().stdout).unwrap()
+    };
+    let last: Vec<_> = shown.lines().skip(1021).map(|line| format!("{line}\n")).collect();
+    assert_eq!(tail(&["-n", "3"]), last.concat());
+    assert_eq!(tail(&["-c", "20"]), shown[shown.len() - 20..]);
+    assert!(tail(&["-n", "+1"]) == shown);
+    let mut follower = File::open(&path).unwrap();
+    follower.read_to_string(&mut String::new()).unwrap();
+    cause_event(&mount, "late");
+    let mut more = String::new();
+    follower.read_to_string(&mut more).unwrap();
+    assert!(more.contains("late") && more.lines().count() == 1, "{more}");
+}
+
+#[test]
 fn events_can_be_followed() {
     let mount = Mount::new();
     cause_event(&mount, "early");

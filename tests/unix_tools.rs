@@ -205,7 +205,8 @@ fn attributes_are_shown_and_set() {
         r#"
         cd "$M"
         setfattr -n user.model -v qwen3-8b f
-        getfattr -d -m user. f
+        getfattr -d f
+        for name in tier blocks durable; do getfattr -n user.kv.$name f; done
         getfattr --only-values -n user.model f
         setfattr -x user.model f
         ! getfattr -n user.model f 2> /dev/null
@@ -217,6 +218,34 @@ fn attributes_are_shown_and_set() {
     }
     assert!(shown.contains(if memory_only() { "durable=\"0\"" } else { "durable=\"1\"" }), "{shown}");
     assert!(shown.ends_with("qwen3-8b"), "{shown}");
+}
+
+#[test]
+fn copies_with_attributes_go_both_ways() {
+    if !installed("setfattr") || !installed("rsync") {
+        return;
+    }
+    let mount = Mount::new();
+    fs::create_dir(mount.at("d")).unwrap();
+    fs::write(mount.at("d/f"), bytes(1, 700_000)).unwrap();
+    let shown = shell(
+        &mount,
+        r#"
+        cd "$M"
+        setfattr -n user.model -v qwen3-8b d/f
+        rsync -aX d/ rsynced/
+        cp -a d copied
+        rsync -aX d/ "$S/outside/"
+        rsync -aX "$S/outside/" back/
+        for at in rsynced copied "$S/outside" back; do
+            cmp d/f $at/f
+            getfattr --absolute-names -d $at/f
+        done
+        rsync -aXn --itemize-changes d/ back/
+        "#,
+    );
+    assert_eq!(shown.matches("user.model=\"qwen3-8b\"").count(), 4, "{shown}");
+    assert!(!shown.contains("user.kv") && !shown.contains(">f"), "nothing is left to copy:\n{shown}");
 }
 
 #[test]

@@ -263,8 +263,6 @@ fn without_zeros(crc: u32, zeros: u64) -> u32 {
     if zeros == 0 { crc } else { combined(crc ^ crc_of_zeros(zeros), 0, ORDER - zeros) }
 }
 
-/// The names of our own attributes.
-const OWN: [&[u8]; 4] = [b"user.kv.tier", b"user.kv.durable", CRC, b"user.kv.blocks"];
 /// The checksum of the file's bytes, known once they are stored.
 const CRC: &[u8] = b"user.kv.crc32c";
 /// The attribute by which a directory asks for plain POSIX visibility.
@@ -336,13 +334,13 @@ impl Store {
             .ok_or(Errno::ENODATA)
     }
 
+    /// The names that somebody set. Those that are computed are not among them, or whoever copies attributes
+    /// (`rsync -X`, `cp -a`) would try to set them, and where it can they would say what is not so.
     pub fn listxattr(self: &Arc<Self>, ino: u64) -> Result<Vec<u8>, Errno> {
         let core = self.lock();
         let idx = core.resolve(ino)?;
-        let file = core.node(idx).kind() == Kind::File;
-        let own = OWN.iter().filter(|name| file && (**name != CRC || core.has_crc(idx))).copied();
-        let theirs = core.node(idx).xattrs.iter().flat_map(|list| list.iter().map(|(name, _)| &**name));
-        Ok(own.chain(theirs).flat_map(|name| name.iter().copied().chain([0])).collect())
+        let names = core.node(idx).xattrs.iter().flat_map(|list| list.iter().map(|(name, _)| &**name));
+        Ok(names.flat_map(|name| name.iter().copied().chain([0])).collect())
     }
 
     pub fn setxattr(self: &Arc<Self>, ino: u64, name: &[u8], value: &[u8], flags: i32) -> Result<(), Errno> {
