@@ -185,6 +185,8 @@ mod tests {
             (&["mount", "--l3", "4GiB", "/mnt"], "--l3: unknown option"),
             (&["mount", "--l1", "4", "/mnt"], "--l1: size '4' has no unit; write 4GiB"),
             (&["mount", "--l1"], "--l1: has no value"),
+            (&["mount", ""], "MOUNTPOINT: is empty; name a directory"),
+            (&["umount", ""], "MOUNTPOINT: is empty; name a directory"),
             (&["mount", "--l1", "1GiB", "--l1", "2GiB"], "--l1: is given twice"),
             (&["mount", "--slab-rest", "5", "/mnt"], "--slab-rest: duration '5' has no unit"),
             (&["mount", "--policy", "s3fifo", "/mnt"], "--policy: policy 's3fifo' is unknown; use lru"),

@@ -247,6 +247,7 @@ fn our_own_attributes_tell_where_a_file_is() {
         assert_eq!(errno(rustix::fs::removexattr(&path, name)), libc::EPERM, "{name}");
     }
     assert_eq!(errno(get(&path, "user.kv.none")), libc::ENODATA);
+    assert_eq!(errno(set(&path, "user.", b"1")), libc::EINVAL, "no name");
     assert_eq!(errno(get(mount.path(), "user.kv.tier")), libc::ENODATA);
     assert_eq!(list(mount.path()), [""; 0]);
     if memory_only() {

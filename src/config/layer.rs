@@ -535,7 +535,11 @@ pub fn usage_error(error: &clap::Error) -> Error {
         ErrorKind::InvalidValue
             if context(ContextKind::InvalidValue).is_none_or(|value| value.is_empty()) =>
         {
-            Error::new(option, "has no value").remedy(format!("write {arg}"))
+            // An argument that is no option is named in brackets of some kind.
+            match arg.trim_matches(['[', ']', '<', '>']) {
+                plain if !option.starts_with('-') => Error::new(plain, "is empty").remedy("name a directory"),
+                _ => Error::new(option, "has no value").remedy(format!("write {arg}")),
+            }
         }
         ErrorKind::InvalidValue => {
             let value = context(ContextKind::InvalidValue).unwrap_or_default();

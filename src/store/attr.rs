@@ -347,6 +347,9 @@ impl Store {
         if !name.starts_with(b"user.") {
             return Err(Errno::EOPNOTSUPP);
         }
+        if name == b"user." {
+            return Err(Errno::EINVAL);
+        }
         if name.len() > NAME_MAX {
             return Err(Errno::ERANGE);
         }
