@@ -47,6 +47,10 @@ pub fn memory_only() -> bool {
     mode() == Mode::Memory
 }
 
+pub fn striped() -> bool {
+    mode() == Mode::Striped
+}
+
 /// Options of a mount, for tests that need their own.
 #[derive(Clone, Debug)]
 pub struct Options {
