@@ -17,7 +17,7 @@ use nix::sys::signal::{SigHandler, Signal};
 use parking_lot::Mutex;
 
 use super::chunks::{ARENA_BYTES, Arenas, Chunk};
-use super::shm::Shm;
+use super::shm::{HUGE, Shm};
 use super::slab::{self, Lock, Memory, Slab};
 use crate::memory::{PAGE, Region, RegionId};
 use crate::units::Bytes;
@@ -114,7 +114,7 @@ pub struct Pool {
 
 impl Pool {
     pub fn new(mut config: PoolConfig, watcher: Option<Arc<dyn RegionWatcher>>) -> io::Result<Arc<Self>> {
-        ignore_sigio()?;
+        ignore_signals()?;
         // Better now than when the first writers have filled what may be locked.
         let lock = if !config.lock {
             Lock::Nothing
@@ -305,7 +305,10 @@ impl Pool {
     pub(super) fn resize(&self, memory: &Memory, pages: u32) -> bool {
         let mut state = self.state.lock();
         let (old, new) = (memory.bytes(), u64::from(pages) * PAGE as u64);
-        if pages == 0 || new > self.config.slab_bytes_max {
+        if pages == 0
+            || new > self.config.slab_bytes_max
+            || (new < old && !pages.is_multiple_of(HUGE) && memory.is_pinned_whole())
+        {
             return false;
         }
         let budget = self.slab_budget(&state);
@@ -433,7 +436,9 @@ impl Pool {
     }
 }
 
-/// An open that meets our write lease would send SIGIO, which ends a process that does not ignore it (fact 5).
-fn ignore_sigio() -> io::Result<()> {
+/// An open that meets our write lease would send SIGIO, which ends a process that does not ignore it (fact 5), and so
+/// does SIGXFSZ where RLIMIT_FSIZE is less than a slab.
+fn ignore_signals() -> io::Result<()> {
+    super::slab::set_signal(Signal::SIGXFSZ, SigHandler::SigIgn)?;
     super::slab::set_signal(Signal::SIGIO, SigHandler::SigIgn)
 }

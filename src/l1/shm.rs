@@ -2,9 +2,9 @@
 //!
 //! The kernel gives memfds huge pages only as `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says, which is
 //! `never` nearly everywhere. A tmpfs decides for itself by its mount option `huge=` (only `deny` overrules it), and
-//! `within_size` takes no page that reaches past the end of a file, so that what the budget counts is what there is
-//! (in a mapping that asked for huge pages by `madvise` it does, so none asks). A huge page is taken if one is at hand,
-//! and nobody waits for memory to be moved together.
+//! `within_size` makes no page that reaches past the end of a file, so that what the budget counts is what there is.
+//! khugepaged does, for the last part of a file that no whole huge page fits in: such files are memfds. A huge page is
+//! taken if one is at hand, and nobody waits for memory to be moved together.
 //! With huge pages a read of a slab looks up one folio instead of 512 pages, and a mapping of it takes one fault.
 
 use std::fs::{File, OpenOptions};
@@ -22,6 +22,9 @@ use rustix::mount::{
 pub const SLAB_PATH: &str = "/kvcachefs-slab";
 
 static NEXT_NAME: AtomicU64 = AtomicU64::new(0);
+
+/// Pages of 4 KiB in a huge one, where base pages have 4 KiB.
+pub(super) const HUGE: u32 = 512;
 
 /// Makes files of memory.
 pub(super) struct Shm {
@@ -49,14 +52,17 @@ impl Shm {
         self.without.as_deref()
     }
 
-    /// An empty file that has no name and is open nowhere else.
-    pub fn file(&self) -> io::Result<File> {
-        let first = match &self.mount {
+    /// An empty file for `pages` pages, which has no name and is open nowhere else, and whether it may have huge pages.
+    pub fn file(&self, pages: u32) -> io::Result<(File, bool)> {
+        let mount = self.mount.as_ref().filter(|_| pages.is_multiple_of(HUGE));
+        let first = match mount {
             Some(mount) => OwnedFd::from(unlinked(mount)?),
             None => memfd_create(c"kvcachefs-slab", MFdFlags::MFD_CLOEXEC)?,
         };
         // A lease on a descriptor counts those who opened the file, and a memfd has been opened by nobody (fact 5).
-        OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", first.as_raw_fd()))
+        let again = format!("/proc/self/fd/{}", first.as_raw_fd());
+        let file = OpenOptions::new().read(true).write(true).open(again)?;
+        Ok((file, mount.is_some()))
     }
 }
 

@@ -18,12 +18,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munlock, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munlock, munmap};
 use nix::sys::signal::{SigHandler, Signal, signal};
 use parking_lot::Mutex;
 
 use super::pool::{Owner, Pool};
-use super::shm::Shm;
+use super::shm::{HUGE, Shm};
 use crate::memory::{PAGE, Region, RegionId, Span};
 
 static NEXT_REGION: AtomicU64 = AtomicU64::new(1);
@@ -35,6 +35,8 @@ pub(super) struct Memory {
     reserved: usize,
     /// See [`Lock::Pages`].
     locks_pages: bool,
+    /// May have huge pages.
+    huge: bool,
     pages: AtomicU32,
     region: AtomicU64,
     /// Engines have been told of it.
@@ -66,7 +68,7 @@ pub(super) enum Lock {
 
 impl Memory {
     pub(super) fn new(shm: &Shm, pages: u32, reserved: usize, lock: Lock) -> io::Result<Self> {
-        let file = shm.file()?;
+        let (file, huge) = shm.file(pages)?;
         file.set_len(u64::from(pages) * PAGE as u64)?;
         let reserved = reserved.max(pages as usize * PAGE);
         let length = NonZeroUsize::new(reserved).ok_or(io::ErrorKind::InvalidInput)?;
@@ -79,6 +81,7 @@ impl Memory {
             base: base.cast(),
             reserved,
             locks_pages: lock == Lock::Pages,
+            huge,
             pages: AtomicU32::new(pages),
             region: AtomicU64::new(NEXT_REGION.fetch_add(1, Ordering::Relaxed)),
             announced: AtomicBool::new(false),
@@ -124,6 +127,12 @@ impl Memory {
         } else if self.locks_pages {
             lock_on_fault(self.base, bytes)?;
         }
+        if self.huge && !pages.is_multiple_of(HUGE) {
+            // Or khugepaged, which sees the length of the mapping and not that of the file, would make a huge page of what
+            // is left at the end.
+            // SAFETY: advice for our own mapping; it changes no contents.
+            let _ = unsafe { madvise(self.base.cast(), self.reserved, MmapAdvise::MADV_NOHUGEPAGE) };
+        }
         self.file.set_len(bytes as u64)?;
         self.pages.store(pages, Ordering::Release);
         // A fixed buffer still knows the old pages (fact 9).
@@ -139,6 +148,11 @@ impl Memory {
     /// Whether engines know of it, and whether they shall from now on.
     pub(super) fn set_announced(&self, on: bool) -> bool {
         self.announced.swap(on, Ordering::AcqRel)
+    }
+
+    /// A huge page of which a part is to go stays whole while an engine has it pinned.
+    pub(super) fn is_pinned_whole(&self) -> bool {
+        self.huge && self.announced.load(Ordering::Acquire)
     }
 
     pub(super) fn is_lent(&self) -> bool {
@@ -348,6 +362,14 @@ impl Slab {
     pub fn touch_release(&self) {
         self.memory().note_release();
     }
+}
+
+/// What the kernel says of the mapping that begins at `base`.
+#[cfg(test)]
+pub(super) fn mapping_flags(base: usize) -> String {
+    let maps = std::fs::read_to_string("/proc/self/smaps").expect("smaps");
+    let mut lines = maps.lines().skip_while(|line| !line.starts_with(&format!("{base:x}-")));
+    lines.find_map(|line| line.strip_prefix("VmFlags:")).expect("its flags").to_owned()
 }
 
 #[cfg(test)]

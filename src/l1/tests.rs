@@ -198,7 +198,7 @@ fn memory_of(slab: &Slab) -> (u64, u64) {
 }
 
 #[test]
-fn huge_pages_are_used_where_the_kernel_has_them_and_never_reach_past_the_slab() {
+fn huge_pages_are_used_where_the_kernel_has_them_and_whole_ones_fit() {
     let huge = 2 * MIB;
     for on in [true, false] {
         let pool = pool(|config| config.huge_pages = on);
@@ -214,10 +214,41 @@ fn huge_pages_are_used_where_the_kernel_has_them_and_never_reach_past_the_slab()
         }
         let odd = pool.slab(700, HERE).expect("a slab");
         fill(&odd, 9);
-        assert_eq!(memory_of(&odd).0, 700 * 4096);
+        assert_eq!(memory_of(&odd), (700 * 4096, 4096), "khugepaged would make it 1024");
         odd.set_len(512 * 4096 + 1).expect_err("another number of pages");
         odd.set_len(699 * 4096 + 1).expect("cut");
         assert_eq!(memory_of(&odd).0, 700 * 4096);
+    }
+}
+
+#[test]
+fn khugepaged_is_kept_from_a_slab_that_was_cut() {
+    let pool = pool(|config| config.huge_pages = true);
+    let slab = pool.slab(1024, HERE).expect("a slab");
+    fill(&slab, 7);
+    assert!(slab.resize(513));
+    let flags = super::slab::mapping_flags(slab.region().base);
+    assert!(flags.split(' ').any(|flag| flag == "nh"), "{flags}");
+}
+
+struct Engine;
+
+impl super::RegionWatcher for Engine {
+    fn created(&self, _region: crate::memory::Region) {}
+    fn destroyed(&self, _id: crate::memory::RegionId) {}
+}
+
+#[test]
+fn a_slab_whose_huge_pages_are_pinned_is_not_cut_inside_one() {
+    for on in [true, false] {
+        let mut config = config();
+        config.huge_pages = on;
+        let pool = Pool::new(config, Some(Arc::new(Engine))).expect("a pool");
+        let slab = pool.slab(1024, HERE).expect("a slab");
+        slab.announce();
+        assert_eq!(slab.resize(700), !on);
+        assert!(slab.resize(512), "it ends where a page ends");
+        assert!(slab.resize(511), "it is pinned no more");
     }
 }
 

@@ -33,7 +33,9 @@ fn has_open(pid: i32, minor: &str, told: &mut bool) -> bool {
             // The links are text that the kernel makes up: reading them asks nothing of any mount.
             // A daemon has thousands of slabs.
             let is_file = fs::read_link(entry.path()).is_ok_and(|target| {
-                target.is_absolute() && !target.to_string_lossy().starts_with(crate::l1::SLAB_PATH)
+                let target = target.to_string_lossy();
+                target.starts_with('/')
+                    && !["/memfd:", crate::l1::SLAB_PATH].iter().any(|slab| target.starts_with(slab))
             });
             let said = is_file
                 .then(|| fs::read_to_string(task.path().join("fdinfo").join(entry.file_name())).ok())

@@ -208,7 +208,7 @@ impl Core {
             let fits = slab.pages() == pages || (unread && !slab.is_lent() && slab.resize(pages));
             if !fits || slab.set_len(size).is_err() {
                 // The kernel would show its length as the file's.
-                log::warn!("a slab of {} pages could not be cut to {size} bytes", slab.pages());
+                log::debug!("a slab of {} pages could not be cut to {size} bytes", slab.pages());
                 let (start, end) = (size as usize, size.next_multiple_of(4096) as usize);
                 slab.span(start..end).zero(0..end - start);
                 hot.mixed = true;
