@@ -61,6 +61,8 @@ fn control_files_are_there_and_not_in_the_way() {
 fn status_version_and_config_say_what_is_mounted() {
     let mount = Mount::new();
     fs::write(mount.at("f"), bytes(1, 3 << 20)).unwrap();
+    // The kernel does not wait for the answer to a close.
+    common::run::wait_until("the file", || read(&mount, "status").contains("files 1 "));
     assert_eq!(read(&mount, "version"), format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")));
     let status = read(&mount, "status");
     assert!(status.starts_with(&format!("kvcachefs {}", env!("CARGO_PKG_VERSION"))), "{status}");
