@@ -535,10 +535,11 @@ pub fn usage_error(error: &clap::Error) -> Error {
         ErrorKind::InvalidValue
             if context(ContextKind::InvalidValue).is_none_or(|value| value.is_empty()) =>
         {
-            // An argument that is no option is named in brackets of some kind.
-            match arg.trim_matches(['[', ']', '<', '>']) {
-                plain if !option.starts_with('-') => Error::new(plain, "is empty").remedy("name a directory"),
-                _ => Error::new(option, "has no value").remedy(format!("write {arg}")),
+            if option.starts_with('-') {
+                Error::new(option, "has no value").remedy(format!("write {arg}"))
+            } else {
+                // An argument that is no option is named in brackets of some kind.
+                Error::new(arg.trim_matches(['[', ']', '<', '>']), "is empty").remedy("name a directory")
             }
         }
         ErrorKind::InvalidValue => {

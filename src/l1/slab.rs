@@ -364,12 +364,15 @@ impl Slab {
     }
 }
 
-/// What the kernel says of the mapping that begins at `base`.
+/// Where the mapping that begins at `base` ends, and the kernel's flags of it.
 #[cfg(test)]
-pub(super) fn mapping_flags(base: usize) -> String {
+pub(super) fn mapping(base: usize) -> (usize, Vec<String>) {
     let maps = std::fs::read_to_string("/proc/self/smaps").expect("smaps");
     let mut lines = maps.lines().skip_while(|line| !line.starts_with(&format!("{base:x}-")));
-    lines.find_map(|line| line.strip_prefix("VmFlags:")).expect("its flags").to_owned()
+    let range = lines.next().expect("a mapping").split([' ', '-']).nth(1).expect("its end");
+    let end = usize::from_str_radix(range, 16).expect("a number");
+    let flags = lines.find_map(|line| line.strip_prefix("VmFlags:")).expect("its flags");
+    (end, flags.split(' ').map(str::to_owned).collect())
 }
 
 #[cfg(test)]
@@ -377,23 +380,19 @@ mod tests {
     use super::*;
 
     /// Pages of the mapping that begins at `base`, and whether it is locked.
-    fn mapping(base: usize) -> (usize, bool) {
-        let maps = std::fs::read_to_string("/proc/self/smaps").expect("smaps");
-        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&format!("{base:x}-")));
-        let range = lines.next().expect("a mapping").split([' ', '-']).nth(1).expect("its end");
-        let end = usize::from_str_radix(range, 16).expect("a number");
-        let flags = lines.find_map(|line| line.strip_prefix("VmFlags:")).expect("its flags");
-        ((end - base) / PAGE, flags.split(' ').any(|flag| flag == "lo"))
+    fn pages_and_lock(base: usize) -> (usize, bool) {
+        let (end, flags) = mapping(base);
+        ((end - base) / PAGE, flags.iter().any(|flag| flag == "lo"))
     }
 
     #[test]
     fn under_a_limit_just_the_pages_are_locked() {
         let memory = Memory::new(&Shm::new(false), 4, 64 * PAGE, Lock::Pages).expect("256 KiB of memory");
         let base = memory.region().base;
-        assert_eq!(mapping(base), (4, true));
+        assert_eq!(pages_and_lock(base), (4, true));
         for pages in [16, 3, 64, 1] {
             memory.set_pages(pages).expect("a new size");
-            assert_eq!(mapping(base), (pages as usize, true));
+            assert_eq!(pages_and_lock(base), (pages as usize, true));
         }
         assert!(memory.set_pages(65).is_err(), "beyond what is reserved");
     }
