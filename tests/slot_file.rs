@@ -258,7 +258,7 @@ fn rand() -> u32 {
 
 /// L1 holds half of the files; without L2 it has to hold them all.
 fn small() -> Options {
-    if memory_only() { Options::new(320, 0) } else { Options::new(64, 512) }
+    if memory_only() { Options::new(512, 0) } else { Options::new(64, 512) }
         .arg("--slab-file-max")
         .arg("2MiB")
         .arg("--slab-rest")
@@ -277,7 +277,8 @@ fn private_files_hold_what_was_written() {
 
 #[test]
 fn files_in_slabs_hold_what_was_written() {
-    let l1 = if memory_only() { 320 } else { 64 };
+    // In memory only each file may have a slab for its readers beside the one that is being written.
+    let l1 = if memory_only() { 512 } else { 64 };
     let options = Options::new(l1, 512).arg("--slab-file-max").arg("8MiB").arg("--slab-rest").arg("1ms");
     random_steps(true, options, seed());
 }
