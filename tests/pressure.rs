@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{Mount, Options, bytes, memory_only, striped};
+use common::{Mount, Options, bytes, memory_only};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 const MIB: usize = 1 << 20;
@@ -60,9 +60,7 @@ fn sixty_four_writers_finish_under_a_small_dirty_bound() {
         return;
     }
     let (size, dirty, l1) = if full() { (80 * MIB, 256, 1024) } else { (10 * MIB, 32, 64) };
-    // A file is on one device: where some writers are late, one device may come to hold most of the files.
-    let quarters = if striped() { 12 } else { 5 };
-    let l2 = (CLIENTS * size * quarters / 4 / MIB) as u64;
+    let l2 = (CLIENTS * size * 5 / 4 / MIB) as u64;
     let mut mount = Mount::with(Options::new(l1, l2).arg("--dirty-limit").arg(&format!("{dirty}MiB")));
     let root = mount.path().to_owned();
     let jobs = (0..CLIENTS).map(|client| {

@@ -279,7 +279,7 @@ impl Core {
             }
             let room = u64::from(pages.saturating_sub(reserved));
             if room > 0 {
-                self.reserve(idx, room)?;
+                self.reserve(idx, room, index as u64 * BLOCK + len as u64)?;
             }
             self.dirty_pages += more;
             self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
@@ -291,11 +291,16 @@ impl Core {
     }
 
     /// What the directory's last files say about the size of a new one.
-    fn guess(&self, idx: Idx) -> u64 {
+    pub fn guess(&self, idx: Idx) -> u64 {
         match self.tree.nodes.get(self.home(idx).0).and_then(|node| node.dir()) {
             Some(dir) if dir.same_size >= 2 => dir.last_size,
             _ => 0,
         }
+    }
+
+    /// Twice what is known, for a file whose end is not in sight.
+    pub fn ample_size(&self, end: u64) -> u64 {
+        (end * 2).max(4 << 20).min(self.settings.slab_file_max)
     }
 
     fn take_memory(&mut self, idx: Idx, index: usize, len: usize) -> Result<(), Stop> {
@@ -322,8 +327,8 @@ impl Core {
             return Ok(());
         }
         if (fresh || only_first) && expected > small && end <= largest && expected <= largest {
-            // Twice what is known, for a file whose end is not in sight: pages not touched cost nothing.
-            let room = if expected > end { expected } else { (end * 2).max(4 << 20).min(largest) };
+            // Pages not touched cost nothing.
+            let room = if expected > end { expected } else { self.ample_size(end) };
             let slab = self
                 .alloc_slab(pages(room), idx)
                 .or_else(|| if room > end { self.alloc_slab(pages(end), idx) } else { None });

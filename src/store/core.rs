@@ -115,6 +115,9 @@ pub struct Space {
     /// Pages among `allocated` of blocks that have been stored anew, which become free in the same way. Unlike those
     /// that leave with their files they count as used until then: else rewriting could outrun the commits.
     pub stale: u64,
+    /// Pages that files under construction here will take beyond what they have, as far as one can tell. They are not
+    /// used and keep nobody out; they say where the next file goes.
+    pub expected: u64,
 }
 
 impl Space {
@@ -124,6 +127,11 @@ impl Space {
 
     pub fn free(&self) -> u64 {
         self.capacity.saturating_sub(self.used())
+    }
+
+    /// What will be free once the files under construction are whole. Less than nothing, if they will not fit.
+    pub fn spare(&self) -> i64 {
+        self.free() as i64 - self.expected as i64
     }
 }
 
@@ -148,9 +156,9 @@ impl Room {
         &mut self.devices[usize::from(device)]
     }
 
-    /// The device with the most room.
+    /// The device that will have the most room.
     pub fn emptiest(&self) -> u8 {
-        (0..self.devices.len()).max_by_key(|&at| self.devices[at].free()).unwrap_or(0) as u8
+        (0..self.devices.len()).max_by_key(|&at| self.devices[at].spare()).unwrap_or(0) as u8
     }
 }
 
@@ -513,6 +521,17 @@ impl Core {
     pub fn stop_building(&mut self, idx: Idx) {
         if let Some(number) = self.node_mut(idx).hot.as_mut().and_then(|hot| hot.building.take()) {
             self.building.remove(&number);
+            self.expect(idx, 0);
+        }
+    }
+
+    /// Counts a file under construction on its device with `pages` that it will still take.
+    pub fn expect(&mut self, idx: Idx, pages: u64) {
+        let device = self.node(idx).device;
+        let before = std::mem::replace(&mut self.hot_mut(idx).expected, pages);
+        if before != pages {
+            let space = self.space.on(device);
+            space.expected = space.expected - before + pages;
         }
     }
 
@@ -554,8 +573,11 @@ impl Core {
             return;
         }
         let listed = self.node(idx).has(super::node::LISTED);
+        let expected = self.hot_mut(idx).expected;
         self.forget_recency(idx);
+        self.expect(idx, 0);
         self.node_mut(idx).device = device;
+        self.expect(idx, expected);
         if listed {
             self.touch(idx);
         }

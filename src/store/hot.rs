@@ -219,6 +219,8 @@ pub struct Hot {
     pub phase: Phase,
     /// Its number among the files under construction.
     pub building: Option<u64>,
+    /// Pages of its device that it counts with beyond what it has there, until it is sealed or given up.
+    pub expected: u64,
     pub slab: Option<Slab>,
     /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
     pub mixed: bool,
@@ -317,6 +319,7 @@ impl Hot {
         Self {
             phase,
             building: None,
+            expected: 0,
             slab: None,
             mixed: false,
             no_passthrough: false,

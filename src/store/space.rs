@@ -1,5 +1,7 @@
 //! Room: in L1, on the device, and what leaves to make it (rules R7, R8).
 
+use std::cmp::Reverse;
+
 use super::change::Stop;
 use super::core::Core;
 use super::hot::{Block, BlockIo, Mem, WriteBack};
@@ -145,11 +147,12 @@ impl Core {
         self.tidy(idx);
     }
 
-    /// Sets `pages` of its device aside for a file. Files that nobody uses leave for it, the longest unused first.
+    /// Sets `pages` of its device aside for a file, which comes to `end` with them. Files that nobody uses leave for it,
+    /// the longest unused first.
     ///
     /// A file is on one device, and what is set aside for it is there too. As long as nothing of it is stored, it may
     /// still go to another.
-    pub fn reserve(&mut self, idx: Idx, pages: u64) -> Result<(), Stop> {
+    pub fn reserve(&mut self, idx: Idx, pages: u64, end: u64) -> Result<(), Stop> {
         while self.is_catalog_full() {
             if !self.settings.evict {
                 return Err(Stop::Fail(self.no_space()));
@@ -161,30 +164,65 @@ impl Core {
                 return Err(if coming { Stop::Room } else { Stop::Fail(self.no_space()) });
             }
         }
-        if self.is_nowhere(idx) {
-            let emptiest = self.space.emptiest();
-            self.set_device(idx, emptiest);
+        // How long the file will be, as far as anything says so.
+        let known = self.node(idx).size.max(self.guess(idx));
+        let whole = known.max(end).div_ceil(4096).max(pages);
+        let nowhere = self.is_nowhere(idx);
+        if nowhere {
+            let device = self.device_for(whole);
+            self.set_device(idx, device);
         }
         let device = self.node(idx).device;
         if self.space.on(device).free() < pages {
-            // First where there is room, then where it can be made.
-            let held = self.only_reserved(idx);
-            let others = (0..self.space.devices.len() as u8).filter(|&other| other != device);
-            let room = |core: &Self, other: u8| core.space.devices[usize::from(other)].free();
-            let free = held.and_then(|held| others.clone().find(|&other| room(self, other) >= held + pages));
-            let chosen = free.or_else(|| self.make_room(device, pages).then_some(device)).or_else(|| {
-                held.and_then(|held| others.clone().find(|&at| self.make_room(at, held + pages)))
-            });
-            match chosen {
-                Some(other) if other != device => self.move_reserved(idx, other),
-                Some(_) => {}
-                None => return Err(self.why_no_room(device)),
-            }
+            self.find_room(idx, pages, whole)?;
         }
         let device = self.node(idx).device;
         self.space.on(device).reserved += pages;
         self.space.note_peak();
+        let Some(hot) = self.hot(idx).filter(|hot| hot.building.is_some()) else { return Ok(()) };
+        let expected = if nowhere || end > self.node(idx).size {
+            let becomes = if known >= end { known } else { self.ample_size(end) };
+            becomes.saturating_sub(end).div_ceil(4096)
+        } else {
+            hot.expected.saturating_sub(pages)
+        };
+        self.expect(idx, expected);
         Ok(())
+    }
+
+    /// Makes room for `pages` more of a file that will have `whole`, or takes it to a device where they are free. There
+    /// it has to fit as a whole: it does not move to where others have to leave for the rest of it.
+    fn find_room(&mut self, idx: Idx, pages: u64, whole: u64) -> Result<(), Stop> {
+        let device = self.node(idx).device;
+        let Some(held) = self.only_reserved(idx) else {
+            return if self.make_room(device, pages) { Ok(()) } else { Err(self.why_no_room(device)) };
+        };
+        let free = |at: &u8| self.space.devices[usize::from(*at)].free();
+        let mut others: Vec<u8> = (0..self.space.devices.len() as u8).filter(|&at| at != device).collect();
+        others.sort_by_key(|at| Reverse(free(at)));
+        let roomy = others.first().copied().filter(|at| free(at) >= whole.max(held + pages));
+        let chosen = roomy
+            .or_else(|| self.make_room(device, pages).then_some(device))
+            // Better there than nowhere.
+            .or_else(|| others.into_iter().find(|&at| self.make_room(at, held + pages)));
+        match chosen {
+            Some(chosen) => self.move_reserved(idx, chosen),
+            None => return Err(self.why_no_room(device)),
+        }
+        Ok(())
+    }
+
+    /// Where a file goes that will take `pages`: where there will be the most room. If that is nowhere enough, another
+    /// file leaves for it, so it goes where the least recently used one is (R8), unless that device will have less room
+    /// than the emptiest by more than a file like this: many that come at once are not to crowd there.
+    fn device_for(&self, pages: u64) -> u8 {
+        let emptiest = self.space.emptiest();
+        let spare = |at: u8| self.space.devices[usize::from(at)].spare();
+        if !self.settings.evict || spare(emptiest) >= pages as i64 {
+            return emptiest;
+        }
+        let close = |&at: &u8| spare(at) + pages as i64 >= spare(emptiest);
+        self.by_age().into_iter().find(close).unwrap_or(emptiest)
     }
 
     /// Whether nothing ties a file to its device.
@@ -240,12 +278,17 @@ impl Core {
 
     /// The same, but never `keep`.
     pub fn evict_file_but(&mut self, keep: Idx) -> bool {
+        self.by_age().into_iter().any(|device| self.evict_from(device, keep))
+    }
+
+    /// The devices, that with the least recently used file first.
+    fn by_age(&self) -> Vec<u8> {
         let mut devices: Vec<u8> = (0..self.recency.len() as u8).collect();
         devices.sort_by_key(|&device| {
             let back = self.tree.nodes.get(self.recency[usize::from(device)].back);
             back.map_or(i64::MAX, |node| node.atime.max(node.mtime))
         });
-        devices.into_iter().any(|device| self.evict_from(device, keep))
+        devices
     }
 
     /// R8: the least recently used file of a device that nobody uses leaves, whole, and its name with it.

@@ -118,11 +118,21 @@ fn room_is_that_of_one_device() {
 /// meant for fills up.
 #[test]
 fn a_file_that_is_nowhere_yet_goes_where_there_is_room() {
+    [false, true].into_iter().for_each(file_that_moves);
+}
+
+/// `told`: it says at first how long it will be.
+fn file_that_moves(told: bool) {
     let dir = tempfile::tempdir().unwrap();
     let rig = striped(dir.path(), 56, ",evict=none");
     let slow = rig.open_new("slow", libc::O_EXCL);
+    if told {
+        rig.truncate(&slow, 26 * MIB as u64);
+    }
     assert_eq!(answer(&rig.put(&slow, 0, &vec![1; 4 * MIB]), "a write"), Ok(4 * MIB as u32));
     let on = rig.store().lock().node(slow.id.idx()).device;
+    let expected = || [0, 1].map(|device| rig.store().lock().space.on(device).expected);
+    assert!(expected()[usize::from(on)] > 0 && expected()[usize::from(1 - on)] == 0, "{:?}", expected());
     // Files fill both devices alike; then those on the other one go.
     let free = |device: u8| rig.store().lock().space.on(device).free() * 4096;
     let mut files = Vec::new();
@@ -144,15 +154,121 @@ fn a_file_that_is_nowhere_yet_goes_where_there_is_room() {
     for at in 4..26 {
         let written = answer(&rig.put(&slow, (at * MIB) as u64, &[1; MIB]), "a write");
         assert_eq!(written, Ok(MIB as u32), "MiB {at}");
+        if at == 24 {
+            let (here, there) = (expected()[usize::from(on)], expected()[usize::from(1 - on)]);
+            assert!(here == 0 && there > 0, "told {told}: {here} and {there} pages are expected");
+        }
     }
     rig.store().release(&slow);
     rig.drained();
+    assert_eq!(expected(), [0, 0]);
     let node = rig.store().lock().node(slow.id.idx()).device;
     assert_ne!(node, on, "the test should make it move");
     assert_eq!(rig.read(rig.find("slow").unwrap(), 26 * MIB), Ok(vec![1; 26 * MIB]));
     for name in files {
         let at: u8 = name["file".len()..].parse().unwrap();
         assert_eq!(rig.read(rig.find(&name).unwrap(), 2 * MIB), Ok(vec![at; 2 * MIB]), "{name}");
+    }
+    rig.ends();
+}
+
+/// Files were laid where least was set aside so far. Of files that have only begun that is little: one device got most of
+/// them, filled up and evicted, while the other had room.
+#[test]
+fn files_that_have_only_begun_count_with_what_is_expected_of_them() {
+    // Whether the files before them say how long they will be.
+    for known in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let rig = striped(dir.path(), 96, "");
+        let free = |device: u8| rig.store().lock().space.on(device).free() as usize * 4096;
+        let apart = || free(0).abs_diff(free(1));
+        let mut before = 0;
+        while before < 2 || apart() < 5 * MIB {
+            let less = if known { 0 } else { before << 18 };
+            rig.stored(&format!("before{before}"), &vec![1; 8 * MIB - less]);
+            before += 1;
+        }
+        let files: Vec<Handle> = (0..6).map(|at| rig.open_new(&at.to_string(), libc::O_EXCL)).collect();
+        let step = 256 << 10;
+        for offset in (0..8 * MIB).step_by(step) {
+            for file in &files {
+                let written = answer(&rig.put(file, offset as u64, &vec![1; step]), "a write");
+                assert_eq!(written, Ok(step as u32));
+            }
+        }
+        files.iter().for_each(|file| rig.store().release(file));
+        rig.drained();
+        assert!(apart() < 16 * MIB, "known {known}: {} and {} bytes are free", free(0), free(1));
+        rig.ends();
+    }
+}
+
+/// What is expected of a file goes away with it, however it ends, and once: else its device would look full, or empty,
+/// for ever.
+#[test]
+fn nothing_is_expected_of_a_file_that_has_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = striped(dir.path(), 56, "");
+    let counted = || {
+        let core = rig.store().lock();
+        let mut of_files = vec![0; core.space.devices.len()];
+        for idx in core.building.values().filter_map(|id| core.by_id(*id)) {
+            of_files[usize::from(core.node(idx).device)] += core.hot(idx).unwrap().expected;
+        }
+        let of_devices: Vec<u64> = core.space.devices.iter().map(|device| device.expected).collect();
+        assert_eq!(of_devices, of_files, "each file counts on its own device");
+        of_devices.iter().sum::<u64>() as usize * 4096
+    };
+    // No two in a row are equally long, so that nothing says how long the next will be.
+    let begin = |name: &str, flags: i32, len: usize| {
+        let handle = rig.open_new(name, flags);
+        assert_eq!(answer(&rig.put(&handle, 0, &vec![1; len]), "a write"), Ok(len as u32));
+        assert_eq!(counted(), 4 * MIB - len, "{name}");
+        handle
+    };
+    let remove = |name: &str| rig.store().unlink(ROOT_INO, name.as_bytes(), &Rig::caller()).unwrap();
+    type End<'a> = &'a dyn Fn(&Handle);
+    let ends: [(&str, i32, End<'_>); 6] = [
+        ("published", libc::O_EXCL, &|_| {}),
+        ("shared", 0, &|_| {}),
+        ("outgrown", libc::O_EXCL, &|handle| {
+            for at in 1..6 {
+                let more = answer(&rig.put(handle, (at * MIB) as u64, &vec![1; MIB]), "a write");
+                assert_eq!(more, Ok(MIB as u32));
+            }
+            assert!(counted() > 0);
+        }),
+        ("emptied", 0, &|handle| {
+            rig.truncate(handle, 0);
+            assert_eq!(answer(&rig.put(handle, 0, &vec![1; MIB]), "a write"), Ok(MIB as u32));
+            assert_eq!(counted(), 3 * MIB);
+        }),
+        ("synced", libc::O_EXCL, &|handle| assert_eq!(rig.fsync(handle), Ok(()))),
+        ("removed", libc::O_EXCL, &|_| remove("removed")),
+    ];
+    for (at, (name, flags, end)) in ends.into_iter().enumerate() {
+        let handle = begin(name, flags, MIB + at * 4096);
+        end(&handle);
+        rig.store().release(&handle);
+        assert_eq!(counted(), 0, "{name}");
+    }
+    rig.drained();
+    assert!(rig.store().lock().space.devices.iter().all(|device| device.reserved == 0));
+    rig.ends();
+}
+
+/// Each file went where the most bytes were left over, and the oldest file there left for it, not the oldest of all.
+#[test]
+fn the_least_recently_used_file_of_all_devices_leaves() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = striped(dir.path(), 56, "");
+    let evicted = || rig.store().snapshot().counters.evictions_l2 as usize;
+    let mut count = 0;
+    while evicted() < 12 {
+        rig.stored(&format!("file{count}"), &vec![1; 3 * MIB]);
+        count += 1;
+        let gone: Vec<usize> = (0..count).filter(|at| rig.find(&format!("file{at}")).is_err()).collect();
+        assert_eq!(gone, (0..evicted()).collect::<Vec<_>>(), "after {count} files");
     }
     rig.ends();
 }
