@@ -340,6 +340,9 @@ impl Drop for Mount {
         }
         if let Some(mut daemon) = self.daemon.take() {
             if std::thread::panicking() {
+                // One that a test has stopped would not answer, nor let the failure be told.
+                let pid = nix::unistd::Pid::from_raw(daemon.id() as i32);
+                let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGCONT);
                 eprintln!("--- status\n{}", self.status());
             }
             let _ = daemon.kill();
