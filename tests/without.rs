@@ -170,6 +170,37 @@ fn without_io_uring_the_thread_engine_takes_over() {
     run(forbid_io_uring(&mut command)).expect_refusal(&["io_uring", "--l2-engine"]);
 }
 
+/// Slabs are opened a second time by their path in /proc, where their mode counts for all but CAP_DAC_OVERRIDE.
+#[test]
+fn a_umask_that_takes_everything_takes_no_slab() {
+    let mut mount = Mount::new();
+    mount.stop();
+    let mut command = Command::new("setpriv");
+    command.args([
+        "--bounding-set=-dac_override,-dac_read_search",
+        "--",
+        "sh",
+        "-c",
+        "umask 0777; exec \"$@\"",
+        "sh",
+    ]);
+    command.arg(common::binary()).args(["mount", "--l1=64MiB", "--log-level=warn"]).arg(mount.path());
+    let log = mount.scratch.path().join("umask.log");
+    let mut daemon = command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap();
+    let said = || fs::read_to_string(&log).unwrap();
+    wait_until("the mount", || {
+        assert!(daemon.try_wait().unwrap().is_none(), "{}", said());
+        mount.at(".ctl/version").exists()
+    });
+    fs::write(mount.at("f"), bytes(1, 4 << 20)).unwrap();
+    let in_slabs = mount.stat("l1_slab_bytes");
+    assert!(fs::read(mount.at("f")).unwrap() == bytes(1, 4 << 20));
+    run(&mut kvcachefs(["umount", mount.path().to_str().unwrap()])).expect_success();
+    assert!(daemon.wait().unwrap().success(), "{}", said());
+    assert_eq!(in_slabs, 4 << 20, "{}", said());
+    assert!(!said().contains("no memory"), "{}", said());
+}
+
 /// A daemon that runs as nobody, in a mount namespace where /dev/fuse is open to all, as on most machines.
 struct Nobodys {
     daemon: Child,
