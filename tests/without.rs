@@ -359,3 +359,55 @@ fn a_limit_of_locked_memory_that_l1_fits_in_is_enough() {
     assert!(locked << 10 >= used, "{locked} KiB locked of {used} bytes");
     assert!(!mount.log().contains("no memory for a slab"), "{}", mount.log());
 }
+
+/// The end of a file of memory or of a store, as the kernel sees it, may be no further than RLIMIT_FSIZE.
+#[test]
+fn a_limit_of_file_sizes_that_may_be_raised_is_raised() {
+    let mut args = vec!["mount", "--l1=64MiB", "--lock=false", "--log-level=warn"];
+    if !memory_only() {
+        args.push("--l2=l2/store:128MiB");
+    }
+    let mut mount = Nobodys::spawn_by(&["prlimit", "--fsize=1048576:unlimited"], &args);
+    mount.wait_mounted();
+    let file = mount.scratch.path().join("file");
+    fs::write(&file, bytes(1, 3 << 20)).unwrap();
+    run(&mut mount.command([Path::new("cp"), &file, &mount.dir().join("f")])).expect_success();
+    run(&mut mount.command([Path::new("sync"), &mount.dir().join("f")])).expect_success();
+    assert!(mount.read("f").unwrap() == bytes(1, 3 << 20), "{}", mount.log());
+}
+
+#[test]
+fn a_limit_of_file_sizes_that_is_too_small_is_said_before_it_is_met() {
+    // The largest slab, and then the store.
+    let cases = [("1048576", "--slab-file-max=64MiB"), ("16777216", "--slab-file-max=8MiB")];
+    for (limit, slabs) in cases.into_iter().take(if memory_only() { 1 } else { 2 }) {
+        let mut args = vec!["mount", "--l1=64MiB", "--lock=false", "--log-level=error", slabs];
+        if !memory_only() {
+            args.push("--l2=l2/store:128MiB");
+        }
+        let mut mount = Nobodys::spawn_by(&["prlimit", &format!("--fsize={limit}")], &args);
+        assert_eq!(mount.daemon.wait().unwrap().code(), Some(1), "{}", mount.log());
+        let log = mount.log();
+        assert!(log.trim_end().lines().count() == 1 && log.contains("RLIMIT_FSIZE"), "{log}");
+        assert!(log.contains("ulimit -f"), "{log}");
+        assert!(!mount.scratch.path().join("l2/store").exists(), "a store is left behind");
+    }
+}
+
+/// The signal that comes with it, SIGXFSZ, would.
+#[test]
+fn a_limit_of_file_sizes_that_is_set_later_ends_no_daemon() {
+    let mount = Mount::with(Options::default().arg("--request-deadline=1s"));
+    let pid = mount.pid().to_string();
+    let limit = |limit: &str| {
+        run(Command::new("prlimit").args([limit, "--pid", &pid])).expect_success();
+    };
+    limit("--fsize=1048576:");
+    // There is no room in L1, and L2 fails.
+    let error = fs::write(mount.at("f"), bytes(1, 5 << 20)).unwrap_err();
+    let wanted = if memory_only() { libc::ENOSPC } else { libc::EIO };
+    assert_eq!(error.raw_os_error(), Some(wanted), "{error}");
+    limit("--fsize=unlimited:");
+    fs::write(mount.at("f"), bytes(2, 5 << 20)).unwrap();
+    assert!(fs::read(mount.at("f")).unwrap() == bytes(2, 5 << 20));
+}
