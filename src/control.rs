@@ -438,5 +438,10 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("slabs_created", s.pool.created, "Slabs made."),
         counter("slabs_reused", s.pool.reused, "Slabs used again with their pages."),
         counter("slabs_replaced", s.pool.replaced, "Slabs whose pages were replaced before reuse."),
+        counter(
+            "slabs_trimmed",
+            s.pool.trimmed,
+            "Slabs that took more than is counted, after MADV_COLLAPSE, and were cut again.",
+        ),
     ]
 }
