@@ -439,6 +439,11 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("slabs_reused", s.pool.reused, "Slabs used again with their pages."),
         counter("slabs_replaced", s.pool.replaced, "Slabs whose pages were replaced before reuse."),
         counter(
+            "slabs_kept_whole",
+            c.slabs_kept_whole,
+            "Slabs that could not be cut to the size of their file, which the daemon serves.",
+        ),
+        counter(
             "slabs_trimmed",
             s.pool.trimmed,
             "Slabs that took more than is counted, after MADV_COLLAPSE, and were cut again.",

@@ -282,3 +282,27 @@ fn a_program_on_the_mount_runs() {
     assert!(fs::read(&program).unwrap() == content);
     mount.check_quiet();
 }
+
+/// A huge page that an engine has pinned cannot be split, so a slab that was used before is not cut inside one.
+#[test]
+fn a_file_whose_slab_cannot_be_cut_is_whole_and_counted() {
+    let mount = Mount::new();
+    let can_be_cut = memory_only() || mount.status().contains("without: huge pages");
+    for seed in 0..8 {
+        fs::write(mount.at(&format!("full{seed}")), bytes(seed, FIRST)).unwrap();
+    }
+    assert_eq!(mount.stat("slabs_kept_whole"), 0);
+    mount.drain();
+    for seed in 0..8 {
+        fs::remove_file(mount.at(&format!("full{seed}"))).unwrap();
+    }
+    for seed in 0..8 {
+        let (path, wanted) = (mount.at(&format!("d{seed}/f")), bytes(seed, FIRST - SMALL - 1));
+        fs::create_dir(path.parent().unwrap()).unwrap();
+        fs::write(&path, &wanted).unwrap();
+        check_reads(&path, &wanted, "in a slab that was used before");
+        check_mapping(&path, &wanted, "in a slab that was used before");
+    }
+    assert_eq!(mount.stat("slabs_kept_whole") == 0, can_be_cut, "{}", mount.status());
+    mount.check_quiet();
+}
