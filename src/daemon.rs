@@ -101,12 +101,17 @@ impl RegionWatcher for FixedBuffers {
 /// Whatever kept the mount from working, or kept the drain from being complete.
 pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let request = mount::Request::from(&config);
-    mount::prepare(&request)?;
+    let mountpoint = mount::prepare(&request)?;
     let events = Arc::new(Events::default());
     let mut daemon = Daemon::start(&config, &events, ready)?;
     let wants_passthrough = config.read_path != ReadPath::Daemon;
-    let control =
-        Arc::new(Control::new(daemon.store.clone(), events.clone(), config.render(), wants_passthrough));
+    let control = Arc::new(Control::new(
+        daemon.store.clone(),
+        events.clone(),
+        config.render(),
+        &mountpoint,
+        wants_passthrough,
+    ));
     daemon.notes.iter().for_each(|note| control.without(note.clone()));
 
     let (sender, messages) = channel();
