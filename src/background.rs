@@ -14,6 +14,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use nix::fcntl::OFlag;
 use nix::sys::wait::{WaitStatus, waitpid};
@@ -23,6 +24,10 @@ use nix::unistd::{
 use sd_notify::NotifyState;
 
 use crate::error::{Error, Result};
+
+/// How long to wait for a pid file that names a running daemon. After an unmount it may still be storing something; its
+/// stores are waited for as long.
+const PID_FILE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// First byte of a report: the mount works.
 const MOUNTED: u8 = b'+';
@@ -47,7 +52,7 @@ pub struct Ready {
 /// In the parent: the child's error, word by word. Otherwise: no fork was possible.
 pub fn start(daemon: bool, pid_file: Option<&Path>) -> Result<Option<Ready>> {
     if let Some(path) = pid_file {
-        PidFile::check(path)?;
+        PidFile::check_patiently(path)?;
     }
     let ready =
         |parent| Ready { parent, pid_path: pid_file.map(Path::to_owned), pid_file: None, detached: false };
@@ -168,6 +173,16 @@ fn leave_terminal() -> nix::Result<()> {
 struct PidFile(PathBuf);
 
 impl PidFile {
+    fn check_patiently(path: &Path) -> Result<()> {
+        let deadline = Instant::now() + PID_FILE_PATIENCE;
+        loop {
+            match Self::check(path) {
+                Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(50)),
+                result => return result,
+            }
+        }
+    }
+
     /// Another daemon that runs would lose its own. A process that only has the number of one that ended does not count.
     fn check(path: &Path) -> Result<()> {
         let name = |pid: &str| fs::read_to_string(format!("/proc/{pid}/comm")).ok();
@@ -180,7 +195,7 @@ impl PidFile {
                     format!("--pid-file {}", path.display()),
                     format!("belongs to process {pid}, which runs"),
                 )
-                .remedy("name another file, or stop that one first"))
+                .remedy("wait if it is stopping, name another file, or stop that one first"))
             }
             _ => Ok(()),
         }

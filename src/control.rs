@@ -6,6 +6,7 @@
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -54,6 +55,8 @@ pub struct Control {
     store: Arc<Store>,
     events: Arc<Events>,
     config: String,
+    /// What tells our metrics from another mount's, as a label.
+    label: String,
     wants_passthrough: bool,
     kernel_passthrough: AtomicBool,
     /// What the mount does without, and why: lines for status.
@@ -69,11 +72,18 @@ pub struct Control {
 impl Control {
     pub const NAME: &'static str = ".ctl";
 
-    pub fn new(store: Arc<Store>, events: Arc<Events>, config: String, wants_passthrough: bool) -> Self {
+    pub fn new(
+        store: Arc<Store>,
+        events: Arc<Events>,
+        config: String,
+        mountpoint: &Path,
+        wants_passthrough: bool,
+    ) -> Self {
         Self {
             store,
             events,
             config,
+            label: label("mount", &mountpoint.to_string_lossy()),
             wants_passthrough,
             kernel_passthrough: AtomicBool::new(false),
             without: parking_lot::Mutex::default(),
@@ -337,11 +347,17 @@ impl Control {
         for metric in metrics(&s) {
             let (kind, suffix) = if metric.counter { ("counter", "_total") } else { ("gauge", "") };
             let name = format!("kvcachefs_{}{suffix}", metric.key);
-            let _ =
-                writeln!(out, "# HELP {name} {}\n# TYPE {name} {kind}\n{name} {}", metric.help, metric.value);
+            let _ = writeln!(out, "# HELP {name} {}\n# TYPE {name} {kind}", metric.help);
+            let _ = writeln!(out, "{name}{{{}}} {}", self.label, metric.value);
         }
         out
     }
+}
+
+/// As Prometheus reads it.
+fn label(name: &str, value: &str) -> String {
+    let value = value.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n");
+    format!("{name}=\"{value}\"")
 }
 
 /// One number that both `stats` and `metrics` tell.
@@ -438,5 +454,26 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("slabs_created", s.pool.created, "Slabs made."),
         counter("slabs_reused", s.pool.reused, "Slabs used again with their pages."),
         counter("slabs_replaced", s.pool.replaced, "Slabs whose pages were replaced before reuse."),
+        counter(
+            "slabs_kept_whole",
+            c.slabs_kept_whole,
+            "Slabs that could not be cut to the size of their file, which the daemon serves.",
+        ),
+        counter(
+            "slabs_trimmed",
+            s.pool.trimmed,
+            "Slabs that took more than is counted, after MADV_COLLAPSE, and were cut again.",
+        ),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_is_escaped() {
+        assert_eq!(label("mount", "/mnt/kv"), r#"mount="/mnt/kv""#);
+        assert_eq!(label("mount", "/a\\b\"c\nd"), r#"mount="/a\\b\"c\nd""#);
+    }
 }

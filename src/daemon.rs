@@ -101,12 +101,17 @@ impl RegionWatcher for FixedBuffers {
 /// Whatever kept the mount from working, or kept the drain from being complete.
 pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let request = mount::Request::from(&config);
-    mount::prepare(&request)?;
+    let mountpoint = mount::prepare(&request)?;
     let events = Arc::new(Events::default());
     let mut daemon = Daemon::start(&config, &events, ready)?;
     let wants_passthrough = config.read_path != ReadPath::Daemon;
-    let control =
-        Arc::new(Control::new(daemon.store.clone(), events.clone(), config.render(), wants_passthrough));
+    let control = Arc::new(Control::new(
+        daemon.store.clone(),
+        events.clone(),
+        config.render(),
+        &mountpoint,
+        wants_passthrough,
+    ));
     daemon.notes.iter().for_each(|note| control.without(note.clone()));
 
     let (sender, messages) = channel();
@@ -237,6 +242,8 @@ impl Daemon {
 
     fn start_on(config: &Config, events: &Arc<Events>, ready: &Ready, wrap: Option<Wrap>) -> Result<Self> {
         let mut notes = Vec::new();
+        let slab_bytes_max = config.slab_file_max.0.max(2 << 20).next_multiple_of(4096);
+        raise_file_size(config, slab_bytes_max)?;
         let uid = nix::unistd::geteuid().as_raw();
         let gid = nix::unistd::getegid().as_raw();
         let (volume, recovered, made) = match open_volume(config, uid, gid, ready, wrap)? {
@@ -260,7 +267,7 @@ impl Daemon {
                 rest: config.slab_rest,
                 strict: config.recycle == Recycle::Strict,
                 chunk_reserve_bytes: reserve,
-                slab_bytes_max: config.slab_file_max.0.max(2 << 20).next_multiple_of(4096),
+                slab_bytes_max,
                 slabs_max,
             },
             watcher,
@@ -478,6 +485,33 @@ fn open_volume(
         );
     }
     Ok(Some((opened.volume, recovered, opened.made)))
+}
+
+/// Raises the limit of file sizes as far as allowed, and refuses one that slabs or stores do not fit in: what met it
+/// would fail as if the device did.
+fn raise_file_size(config: &Config, slab_bytes_max: u64) -> Result<()> {
+    use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
+    let Ok((_, hard)) = getrlimit(Resource::RLIMIT_FSIZE) else { return Ok(()) };
+    if hard == RLIM_INFINITY || setrlimit(Resource::RLIMIT_FSIZE, RLIM_INFINITY, RLIM_INFINITY).is_err() {
+        let _ = setrlimit(Resource::RLIMIT_FSIZE, hard, hard);
+    }
+    let Ok((limit, _)) = getrlimit(Resource::RLIMIT_FSIZE) else { return Ok(()) };
+    let refusal = |what: &dyn std::fmt::Display, bytes| {
+        let (wanted, limit) = (Bytes(bytes).approx(), Bytes(limit).approx());
+        let cause = format!("takes files of {wanted}, and RLIMIT_FSIZE allows {limit}");
+        Err(Error::new(what, cause).remedy("raise it (ulimit -f, LimitFSIZE=)"))
+    };
+    for spec in &config.l2 {
+        let found = std::fs::metadata(&spec.path).ok();
+        if found.as_ref().is_some_and(|found| !found.is_file()) {
+            continue; // devices have no such limit
+        }
+        let bytes = spec.size.map_or(0, |size| size.0).max(found.map_or(0, |found| found.len()));
+        if bytes > limit {
+            return refusal(&spec.path.display(), bytes);
+        }
+    }
+    if slab_bytes_max > limit { refusal(&"--l1", slab_bytes_max) } else { Ok(()) }
 }
 
 /// Raises the limit of descriptors as far as allowed, and says how many slabs that leaves room for.

@@ -34,6 +34,8 @@ pub struct Counters {
     pub promoted_unread: u64,
     /// Groups of blocks on their way from the device.
     pub promoting: u64,
+    /// Files that take their slab whole, since it could not be cut to their size.
+    pub slabs_kept_whole: u64,
     pub evictions_l1: u64,
     pub evictions_l2: u64,
     pub evicted_bytes: u64,

@@ -97,6 +97,7 @@ fn stats_and_metrics_agree() {
     assert_eq!((stats["files"], stats["published_files"], stats["published_bytes"]), (10, 10, 1_000_000));
 
     let text = read(&mount, "metrics");
+    let label = format!("{{mount=\"{}\"}}", mount.path().canonicalize().unwrap().display());
     assert!(text.ends_with('\n'));
     let mut help = HashSet::new();
     let mut kinds: HashMap<String, String> = HashMap::new();
@@ -112,7 +113,8 @@ fn stats_and_metrics_agree() {
             assert!(["counter", "gauge"].contains(&kind), "{line}");
             assert!(kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "TYPE twice: {line}");
         } else {
-            let (name, value) = line.split_once(' ').unwrap();
+            let (name, value) = line.rsplit_once(' ').unwrap();
+            let name = name.strip_suffix(&label).unwrap_or_else(|| panic!("without its mount: {line}"));
             let legal = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
             assert!(name.starts_with("kvcachefs_") && name.chars().all(legal), "{line}");
             let kind = kinds.get(name).unwrap_or_else(|| panic!("no TYPE before {line}"));

@@ -251,6 +251,30 @@ fn a_daemon_that_ends_takes_only_its_own_mount_with_it() {
     wait_until("the new daemon ends", || !is_running(new));
 }
 
+/// After an umount the daemon has work to do, and its pid file is still there.
+#[test]
+fn a_mount_waits_for_the_pid_file_of_a_daemon_that_is_ending() {
+    let mut old = Mount::new();
+    let pid_file = format!("--pid-file={}", old.scratch.path().join("pid").display());
+    old.stop();
+    old.set_extra(&[&pid_file]);
+    old.start();
+    fs::write(old.at("f"), "old").unwrap();
+    let open = File::open(old.at("f")).unwrap();
+    run(&mut kvcachefs(["umount", "--lazy", old.path().to_str().unwrap()])).expect_success();
+    let dir = old.path().to_owned();
+    let new =
+        std::thread::spawn(move || run(kvcachefs(["mount", "--daemon", "--l1=64MiB", &pid_file]).arg(dir)));
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    drop(open);
+    assert_eq!(old.ended().code(), Some(0), "{}", old.log());
+    let said = new.join().unwrap();
+    assert_eq!(said.code, Some(0), "{said:?}");
+    let new: i32 = fs::read_to_string(old.scratch.path().join("pid")).unwrap().trim().parse().unwrap();
+    run(&mut kvcachefs(["umount", old.path().to_str().unwrap()])).expect_success();
+    wait_until("the new daemon ends", || !is_running(new));
+}
+
 #[test]
 fn in_the_background_it_returns_when_the_mount_works() {
     let mut mount = Mount::new();

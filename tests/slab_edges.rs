@@ -15,7 +15,7 @@ use std::process::Command;
 use common::{Mount, Options, bytes, memory_only};
 use nix::errno::Errno;
 use nix::fcntl::{PosixFadviseAdvice, SpliceFFlags, posix_fadvise, splice};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use nix::sys::sendfile::sendfile;
 
 const PAGE: usize = 4096;
@@ -280,5 +280,67 @@ fn a_program_on_the_mount_runs() {
         assert_eq!(run(&program, "again"), "again\n");
     }
     assert!(fs::read(&program).unwrap() == content);
+    mount.check_quiet();
+}
+
+/// A huge page that an engine has pinned cannot be split, so a slab that was used before is not cut inside one.
+#[test]
+fn a_file_whose_slab_cannot_be_cut_is_whole_and_counted() {
+    let mount = Mount::new();
+    let can_be_cut = memory_only() || mount.status().contains("without: huge pages");
+    for seed in 0..8 {
+        fs::write(mount.at(&format!("full{seed}")), bytes(seed, FIRST)).unwrap();
+    }
+    assert_eq!(mount.stat("slabs_kept_whole"), 0);
+    mount.drain();
+    for seed in 0..8 {
+        fs::remove_file(mount.at(&format!("full{seed}"))).unwrap();
+    }
+    for seed in 0..8 {
+        let (path, wanted) = (mount.at(&format!("d{seed}/f")), bytes(seed, FIRST - SMALL - 1));
+        fs::create_dir(path.parent().unwrap()).unwrap();
+        fs::write(&path, &wanted).unwrap();
+        check_reads(&path, &wanted, "in a slab that was used before");
+        check_mapping(&path, &wanted, "in a slab that was used before");
+    }
+    assert_eq!(mount.stat("slabs_kept_whole") == 0, can_be_cut, "{}", mount.status());
+    mount.check_quiet();
+}
+
+/// MADV_COLLAPSE makes huge pages that reach past the end of a file, whatever the file system wants.
+#[test]
+fn what_a_client_makes_of_its_mapping_is_cut_again() {
+    const MADV_COLLAPSE: i32 = 25;
+    const HUGE: usize = 2 << 20;
+    let mount = mount();
+    if mount.stat("passthrough") == 0 {
+        return; // nobody maps a slab
+    }
+    let size = HUGE + SMALL + 1;
+    let (path, wanted) = (mount.at("f"), bytes(1, size));
+    fs::write(&path, &wanted).unwrap();
+    let file = File::open(&path).unwrap();
+    let (room, whole) = (NonZeroUsize::new(3 * HUGE).unwrap(), NonZeroUsize::new(2 * HUGE).unwrap());
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let base = unsafe { mmap_anonymous(None, room, ProtFlags::PROT_NONE, MapFlags::MAP_PRIVATE) }.unwrap();
+    let aligned = NonZeroUsize::new((base.as_ptr() as usize).next_multiple_of(HUGE));
+    let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
+    // SAFETY: it takes the place of a part of the mapping above, which nobody uses.
+    let mapped = unsafe { mmap(aligned, whole, ProtFlags::PROT_READ, flags, &file, 0) }.unwrap();
+    // SAFETY: advice for our own mapping; it changes no contents.
+    if unsafe { libc::madvise(mapped.as_ptr(), whole.get(), MADV_COLLAPSE) } != 0 {
+        let error = std::io::Error::last_os_error();
+        // The kernel does not know it, or the ring has the slab pinned as a fixed buffer: then its pages stay.
+        let pinned = !memory_only() && error.raw_os_error() == Some(libc::EAGAIN);
+        assert!(pinned || error.raw_os_error() == Some(libc::EINVAL), "{error}");
+        return eprintln!("not tested: {error}");
+    }
+    mount.wait_for("slabs_trimmed", |trimmed| trimmed == 1);
+    // SAFETY: mapped above, as far as the file goes and further, and unmapped below.
+    let seen = unsafe { std::slice::from_raw_parts(mapped.as_ptr().cast::<u8>(), size) };
+    assert!(seen == wanted);
+    check_reads(&path, &wanted, "after it was collapsed and cut");
+    // SAFETY: the slice is not used any more.
+    unsafe { munmap(base, room.get()) }.unwrap();
     mount.check_quiet();
 }

@@ -170,6 +170,37 @@ fn without_io_uring_the_thread_engine_takes_over() {
     run(forbid_io_uring(&mut command)).expect_refusal(&["io_uring", "--l2-engine"]);
 }
 
+/// Slabs are opened a second time by their path in /proc, where their mode counts for all but CAP_DAC_OVERRIDE.
+#[test]
+fn a_umask_that_takes_everything_takes_no_slab() {
+    let mut mount = Mount::new();
+    mount.stop();
+    let mut command = Command::new("setpriv");
+    command.args([
+        "--bounding-set=-dac_override,-dac_read_search",
+        "--",
+        "sh",
+        "-c",
+        "umask 0777; exec \"$@\"",
+        "sh",
+    ]);
+    command.arg(common::binary()).args(["mount", "--l1=64MiB", "--log-level=warn"]).arg(mount.path());
+    let log = mount.scratch.path().join("umask.log");
+    let mut daemon = command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap();
+    let said = || fs::read_to_string(&log).unwrap();
+    wait_until("the mount", || {
+        assert!(daemon.try_wait().unwrap().is_none(), "{}", said());
+        mount.at(".ctl/version").exists()
+    });
+    fs::write(mount.at("f"), bytes(1, 4 << 20)).unwrap();
+    let in_slabs = mount.stat("l1_slab_bytes");
+    assert!(fs::read(mount.at("f")).unwrap() == bytes(1, 4 << 20));
+    run(&mut kvcachefs(["umount", mount.path().to_str().unwrap()])).expect_success();
+    assert!(daemon.wait().unwrap().success(), "{}", said());
+    assert_eq!(in_slabs, 4 << 20, "{}", said());
+    assert!(!said().contains("no memory"), "{}", said());
+}
+
 /// A daemon that runs as nobody, in a mount namespace where /dev/fuse is open to all, as on most machines.
 struct Nobodys {
     daemon: Child,
@@ -327,4 +358,56 @@ fn a_limit_of_locked_memory_that_l1_fits_in_is_enough() {
     let locked: u64 = locked.trim().trim_end_matches(" kB").parse().unwrap();
     assert!(locked << 10 >= used, "{locked} KiB locked of {used} bytes");
     assert!(!mount.log().contains("no memory for a slab"), "{}", mount.log());
+}
+
+/// The end of a file of memory or of a store, as the kernel sees it, may be no further than RLIMIT_FSIZE.
+#[test]
+fn a_limit_of_file_sizes_that_may_be_raised_is_raised() {
+    let mut args = vec!["mount", "--l1=64MiB", "--lock=false", "--log-level=warn"];
+    if !memory_only() {
+        args.push("--l2=l2/store:128MiB");
+    }
+    let mut mount = Nobodys::spawn_by(&["prlimit", "--fsize=1048576:unlimited"], &args);
+    mount.wait_mounted();
+    let file = mount.scratch.path().join("file");
+    fs::write(&file, bytes(1, 3 << 20)).unwrap();
+    run(&mut mount.command([Path::new("cp"), &file, &mount.dir().join("f")])).expect_success();
+    run(&mut mount.command([Path::new("sync"), &mount.dir().join("f")])).expect_success();
+    assert!(mount.read("f").unwrap() == bytes(1, 3 << 20), "{}", mount.log());
+}
+
+#[test]
+fn a_limit_of_file_sizes_that_is_too_small_is_said_before_it_is_met() {
+    // The largest slab, and then the store.
+    let cases = [("1048576", "--slab-file-max=64MiB"), ("16777216", "--slab-file-max=8MiB")];
+    for (limit, slabs) in cases.into_iter().take(if memory_only() { 1 } else { 2 }) {
+        let mut args = vec!["mount", "--l1=64MiB", "--lock=false", "--log-level=error", slabs];
+        if !memory_only() {
+            args.push("--l2=l2/store:128MiB");
+        }
+        let mut mount = Nobodys::spawn_by(&["prlimit", &format!("--fsize={limit}")], &args);
+        assert_eq!(mount.daemon.wait().unwrap().code(), Some(1), "{}", mount.log());
+        let log = mount.log();
+        assert!(log.trim_end().lines().count() == 1 && log.contains("RLIMIT_FSIZE"), "{log}");
+        assert!(log.contains("ulimit -f"), "{log}");
+        assert!(!mount.scratch.path().join("l2/store").exists(), "a store is left behind");
+    }
+}
+
+/// The signal that comes with it, SIGXFSZ, would.
+#[test]
+fn a_limit_of_file_sizes_that_is_set_later_ends_no_daemon() {
+    let mount = Mount::with(Options::default().arg("--request-deadline=1s"));
+    let pid = mount.pid().to_string();
+    let limit = |limit: &str| {
+        run(Command::new("prlimit").args([limit, "--pid", &pid])).expect_success();
+    };
+    limit("--fsize=1048576:");
+    // There is no room in L1, and L2 fails.
+    let error = fs::write(mount.at("f"), bytes(1, 5 << 20)).unwrap_err();
+    let wanted = if memory_only() { libc::ENOSPC } else { libc::EIO };
+    assert_eq!(error.raw_os_error(), Some(wanted), "{error}");
+    limit("--fsize=unlimited:");
+    fs::write(mount.at("f"), bytes(2, 5 << 20)).unwrap();
+    assert!(fs::read(mount.at("f")).unwrap() == bytes(2, 5 << 20));
 }

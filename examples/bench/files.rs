@@ -9,6 +9,7 @@ use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::failure::{Context, Failure, Result};
+use crate::interrupt;
 
 /// Files of one size in one directory.
 #[derive(Clone, Debug)]
@@ -48,6 +49,7 @@ impl Files {
                 if at >= self.count {
                     return Ok(());
                 }
+                interrupt::check()?;
                 bytes[..8].copy_from_slice(&(at as u64).to_le_bytes());
                 let path = self.path(at);
                 let file = OpenOptions::new().write(true).create(true).truncate(true).open(&path);
@@ -124,6 +126,7 @@ pub fn rate(
         let begin = Instant::now();
         let mut done = 0;
         while begin.elapsed() < time {
+            interrupt::check()?;
             done += step(next.fetch_add(1, Ordering::Relaxed) as usize, &mut buffer)?;
         }
         // Each thread's own rate, so that none counts the time in which others finish their last step.

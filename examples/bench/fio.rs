@@ -14,6 +14,7 @@ use tempfile::TempDir;
 use crate::cli::Cli;
 use crate::failure::{Context, Failure, Result};
 use crate::files::fill;
+use crate::interrupt;
 use crate::pairs::median;
 
 /// Where the superblock says that data starts; see `src/l2/superblock.rs`.
@@ -46,7 +47,7 @@ impl StoreFile {
             let mut file = File::create(&path)?;
             let mut bytes = vec![0; 1 << 20];
             fill(&mut bytes);
-            for at in 0..mib {
+            for at in (0..mib).take_while(|_| !interrupt::is_wanted()) {
                 bytes[..8].copy_from_slice(&at.to_le_bytes());
                 file.write_all(&bytes)?;
             }
@@ -55,6 +56,7 @@ impl StoreFile {
             std::io::Result::Ok(())
         };
         write().context(|| format!("cannot write {}", path.display()))?;
+        interrupt::check()?;
         Ok(Self { path, mib, _home: home })
     }
 
@@ -106,6 +108,7 @@ pub enum Amount {
 
 /// Bytes a second of fio on the data of `store`.
 pub fn run(store: &StoreFile, direction: Direction, shape: Shape, amount: Amount) -> Result<f64> {
+    interrupt::check()?;
     let (start, len) = store.data()?;
     let mut command = Command::new("fio");
     command

@@ -14,6 +14,7 @@ mod cpu;
 mod failure;
 mod files;
 mod fio;
+mod interrupt;
 mod map;
 mod mount;
 mod mounting;
@@ -29,6 +30,9 @@ use clap::Parser;
 use crate::cli::{Cli, What};
 use crate::failure::Result;
 use crate::report::Report;
+
+/// What a shell reports for a program that Ctrl-C ended.
+const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -50,12 +54,13 @@ fn main() -> ExitCode {
         }
         Err(error) => {
             eprintln!("bench: {error}");
-            ExitCode::FAILURE
+            if interrupt::is_wanted() { ExitCode::from(INTERRUPTED) } else { ExitCode::FAILURE }
         }
     }
 }
 
 fn run(cli: &Cli) -> Result<Report> {
+    interrupt::watch()?;
     let mut report = Report::default();
     for what in &cli.what {
         match what {

@@ -15,6 +15,7 @@ use tempfile::TempDir;
 
 use crate::cli::Cli;
 use crate::failure::{Context, Failure, Result};
+use crate::interrupt;
 
 /// Reading a catalog of ten million files takes this long where it is slow.
 const MOUNT_DEADLINE: Duration = Duration::from_secs(300);
@@ -59,6 +60,7 @@ impl Mount {
             .context(|| format!("cannot start {}", binary.display()))?;
         let mut mount = Self { daemon, home, took: Duration::ZERO };
         while device(&dir)? == outside {
+            interrupt::check()?;
             if let Some(status) = mount.daemon.try_wait().context(|| "cannot wait for the daemon".into())? {
                 return Err(Failure::new(format!("the daemon ended with {status}: {}", mount.last_words())));
             }

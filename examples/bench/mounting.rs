@@ -13,6 +13,7 @@ use kvcachefs::l2::{DeviceOptions, Extent};
 
 use crate::cli::Cli;
 use crate::failure::{Context, Failure, Result};
+use crate::interrupt;
 use crate::mount::Mount;
 use crate::pairs::median;
 use crate::report::Report;
@@ -109,6 +110,7 @@ fn format(device: &Path, cli: &Cli, files: u64) -> Result<()> {
     let mut checkpoint = volume.begin_checkpoint();
     // The root is node 0; directories follow it, then files.
     for id in 1..=DIRS + files {
+        interrupt::check()?;
         let mut put = Put { id: 1 << 32 | id, seq: id, mode: 0o644, ..Put::default() };
         (put.mtime, put.ctime, put.atime) = (BORN, BORN, BORN);
         if id <= DIRS {

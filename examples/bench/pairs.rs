@@ -1,6 +1,7 @@
 //! Two things measured in turns, so that what disturbs the machine disturbs both.
 
 use crate::failure::Result;
+use crate::interrupt;
 
 /// What came of the pairs: medians, and how the ratios spread.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -34,6 +35,7 @@ pub fn collect(
     mut other: impl FnMut() -> Result<f64>,
 ) -> Result<()> {
     for pair in 0..=pairs {
+        interrupt::check()?;
         let sample = if pair % 2 == 0 {
             let first = ours()?;
             (first, other()?)

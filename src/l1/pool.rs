@@ -9,8 +9,8 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use nix::sys::signal::{SigHandler, Signal};
@@ -18,13 +18,13 @@ use parking_lot::Mutex;
 
 use super::chunks::{ARENA_BYTES, Arenas, Chunk};
 use super::shm::{HUGE, Shm};
-use super::slab::{self, Lock, Memory, Slab};
+use super::slab::{self, Inner, Lock, Memory, Slab};
 use crate::memory::{PAGE, Region, RegionId};
 use crate::units::Bytes;
 
 /// How many sizes the pool remembers the demand for, and slabs it makes ahead for each.
 const AHEAD_SLABS: usize = 4;
-/// How many resting slabs one request looks at.
+/// How many resting slabs one request looks at, and how many of those in use one tending does.
 const LOOK_MAX: usize = 64;
 
 /// Who may lock this much may lock anything.
@@ -79,6 +79,7 @@ pub struct PoolStats {
     pub resized: u64,
     pub replaced: u64,
     pub refused: u64,
+    pub trimmed: u64,
 }
 
 #[derive(Default)]
@@ -97,6 +98,8 @@ struct State {
     /// Mapped by somebody when last looked at.
     lent: VecDeque<Memory>,
     lent_bytes: u64,
+    /// What is in use and clients have opened, least lately looked at first; some of it has come back.
+    watched: VecDeque<Weak<Inner>>,
     arenas: Arenas,
     /// Demand for page counts since the last tending.
     demand: HashMap<u32, usize>,
@@ -188,6 +191,7 @@ impl Pool {
             let memory = state.resting.remove(at)?;
             state.resting_bytes -= memory.bytes();
             state.stats.reused += 1;
+            state.stats.trimmed += u64::from(memory.trim());
             memory.take_from_rest();
             return Some(memory);
         }
@@ -288,6 +292,11 @@ impl Pool {
         drop(memory);
     }
 
+    /// A client can map it from now on.
+    pub(super) fn watch(&self, lent: Weak<Inner>) {
+        self.state.lock().watched.push_back(lent);
+    }
+
     /// The last share of a slab is gone.
     pub(super) fn take_back(&self, memory: Memory) {
         let mut state = self.state.lock();
@@ -374,7 +383,7 @@ impl Pool {
     /// Called now and then from a thread that may take its time: looks at what is lent, and makes slabs of the sizes
     /// that are being asked for, so that writers find them ready. Returns how much it did.
     pub fn tend(self: &Arc<Self>) -> usize {
-        let mut done = self.look_at_lent();
+        let mut done = self.look_at_lent() + self.look_at_watched();
         let wanted = {
             let mut state = self.state.lock();
             std::mem::take(&mut state.demand)
@@ -404,12 +413,29 @@ impl Pool {
         done
     }
 
+    /// Takes back what clients have made slabs grow by that hold files.
+    fn look_at_watched(&self) -> usize {
+        let mut state = self.state.lock();
+        let some = state.watched.len().min(LOOK_MAX);
+        let watched: Vec<_> = state.watched.drain(..some).filter_map(|slab| slab.upgrade()).collect();
+        drop(state);
+        let trimmed = watched.iter().filter(|slab| slab.trim()).count();
+        let mut state = self.state.lock();
+        state.stats.trimmed += trimmed as u64;
+        state.watched.extend(watched.iter().map(Arc::downgrade));
+        drop(state);
+        // Who let go of its share meanwhile leaves the last one here, and that takes the lock.
+        drop(watched);
+        trimmed
+    }
+
     /// Sorts what came back from clients into what is still mapped and what is not.
     fn look_at_lent(&self) -> usize {
         let mut state = self.state.lock();
         let mut moved = 0;
         for _ in 0..state.lent.len() {
             let Some(memory) = state.lent.pop_front() else { break };
+            state.stats.trimmed += u64::from(memory.trim());
             if memory.quiet() {
                 moved += 1;
                 state.lent_bytes -= memory.bytes();
@@ -422,6 +448,7 @@ impl Pool {
         }
         for _ in 0..state.resting.len().min(LOOK_MAX) {
             let Some(memory) = state.resting.pop_front() else { break };
+            state.stats.trimmed += u64::from(memory.trim());
             if memory.quiet() {
                 state.resting.push_back(memory);
             } else {

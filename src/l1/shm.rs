@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use rustix::fs::{AtFlags, Mode, OFlags, openat, unlinkat};
+use rustix::fs::{AtFlags, Mode, OFlags, fchmod, openat, unlinkat};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen,
 };
@@ -86,7 +86,10 @@ fn huge_tmpfs() -> io::Result<OwnedFd> {
 fn unlinked(mount: &OwnedFd) -> io::Result<File> {
     let name = format!("{}-{}", &SLAB_PATH[1..], NEXT_NAME.fetch_add(1, Ordering::Relaxed));
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-    let file = openat(mount, &name, flags, Mode::RUSR | Mode::WUSR)?;
+    let ours = Mode::RUSR | Mode::WUSR;
+    let file = openat(mount, &name, flags, ours)?;
     unlinkat(mount, &name, AtFlags::empty())?;
+    // It is opened once more, which a umask must not forbid.
+    fchmod(&file, ours)?;
     Ok(File::from(file))
 }

@@ -13,11 +13,13 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munlock, munmap};
 use nix::sys::signal::{SigHandler, Signal, signal};
 use parking_lot::Mutex;
@@ -163,9 +165,34 @@ impl Memory {
         self.seen.load(Ordering::Acquire)
     }
 
-    pub(super) fn set_lent(&self) {
-        self.lent.store(true, Ordering::Release);
+    /// Whether it was not before.
+    pub(super) fn set_lent(&self) -> bool {
         self.seen.store(true, Ordering::Release);
+        !self.lent.swap(true, Ordering::AcqRel)
+    }
+
+    /// A client may have its mapping put into huge pages (MADV_COLLAPSE), the last of which reaches past the end of the
+    /// file: it is cut again, and what was moved is locked again. Whether it took more than is counted, and no more does;
+    /// pages that somebody has pinned stay until a later try. The number of pages does not change meanwhile, which it does
+    /// in nobody's hands but its one owner's, and not while it is lent.
+    pub(super) fn trim(&self) -> bool {
+        /// Since kernel 5.14.
+        const MADV_POPULATE_READ: i32 = 22;
+        let takes_more = || self.file.metadata().is_ok_and(|found| found.blocks() * 512 > self.bytes());
+        if !takes_more() {
+            return false;
+        }
+        let huge = u64::from(HUGE) * PAGE as u64;
+        let beyond = self.bytes()..self.bytes().next_multiple_of(huge);
+        let hole = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        let (from, len) = (beyond.start.cast_signed(), (beyond.end - beyond.start).cast_signed());
+        if fallocate(&self.file, hole, from, len).is_err() || takes_more() {
+            return false;
+        }
+        // A fault in a mapping that is locked locks.
+        // SAFETY: the range is inside the mapping and inside the file; populating changes no contents.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.bytes() as usize, MADV_POPULATE_READ) };
+        true
     }
 
     /// It is used again with its pages: nobody has it, but who had it is not forgotten.
@@ -247,6 +274,13 @@ pub(super) fn set_signal(which: Signal, how: SigHandler) -> io::Result<()> {
 pub(super) struct Inner {
     memory: Option<Memory>,
     pool: Weak<Pool>,
+}
+
+impl Inner {
+    /// See [`Memory::trim`].
+    pub(super) fn trim(&self) -> bool {
+        self.memory.as_ref().is_some_and(Memory::trim)
+    }
 }
 
 impl Drop for Inner {
@@ -351,7 +385,11 @@ impl Slab {
             *taken_for = None;
         }
         drop(taken_for);
-        self.memory().set_lent();
+        if self.memory().set_lent()
+            && let Some(pool) = self.0.pool.upgrade()
+        {
+            pool.watch(Arc::downgrade(&self.0));
+        }
     }
 
     pub fn is_lent(&self) -> bool {

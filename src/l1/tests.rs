@@ -1,4 +1,5 @@
 //! The budget holds whatever is asked for; slabs go to whom they may go; chunks do not overlap.
+#![allow(unsafe_code, reason = "a client maps a slab")]
 
 use std::io::Read;
 use std::sync::Arc;
@@ -249,6 +250,91 @@ fn a_slab_whose_huge_pages_are_pinned_is_not_cut_inside_one() {
         assert_eq!(slab.resize(700), !on);
         assert!(slab.resize(512), "it ends where a page ends");
         assert!(slab.resize(511), "it is pinned no more");
+    }
+}
+
+/// A client's mapping of a slab's file, at an address where huge pages may lie, and past its end.
+struct ClientMapping(*mut libc::c_void);
+
+const CLIENT_BYTES: usize = 4 << 20;
+
+impl ClientMapping {
+    fn new(file: &std::fs::File) -> Self {
+        use std::os::fd::AsRawFd;
+        let (huge, fd) = (2 << 20, file.as_raw_fd());
+        // SAFETY: new mappings, the second in the place of a part of the first, which nobody else knows.
+        let base = unsafe {
+            let room = libc::mmap(
+                std::ptr::null_mut(),
+                CLIENT_BYTES + huge,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            assert_ne!(room, libc::MAP_FAILED);
+            let aligned = room.byte_add((room as usize).next_multiple_of(huge) - room as usize);
+            libc::mmap(aligned, CLIENT_BYTES, libc::PROT_READ, libc::MAP_SHARED | libc::MAP_FIXED, fd, 0)
+        };
+        assert_ne!(base, libc::MAP_FAILED);
+        Self(base)
+    }
+
+    /// Since kernel 6.1.
+    fn collapse(&self) -> std::io::Result<()> {
+        const MADV_COLLAPSE: i32 = 25;
+        // SAFETY: advice for our own mapping; it changes no contents.
+        let result = unsafe { libc::madvise(self.0, CLIENT_BYTES, MADV_COLLAPSE) };
+        if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    }
+}
+
+impl Drop for ClientMapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new` with this length, and nothing refers to it.
+        unsafe { libc::munmap(self.0, CLIENT_BYTES) };
+    }
+}
+
+#[test]
+fn what_a_client_collapses_is_cut_to_what_is_counted() {
+    use std::os::unix::fs::MetadataExt;
+    for lock in [false, true] {
+        let pool = pool(|config| config.lock = lock);
+        let slab = pool.slab(700, HERE).expect("a slab");
+        fill(&slab, 7);
+        slab.set_len(700 * 4096 - 100).expect("cut inside the last page");
+        slab.mark_lent(HERE);
+        let client = opened(&slab);
+        let takes = || client.metadata().expect("stat").blocks() * 512;
+        let mapping = ClientMapping::new(&client);
+        match mapping.collapse() {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                return eprintln!("not tested: there is no MADV_COLLAPSE");
+            }
+            result => result.expect("collapse"),
+        }
+        assert_eq!(takes(), 4 * MIB, "the test needs the kernel to do it");
+        pool.tend();
+        assert_eq!((takes(), pool.stats().trimmed), (700 * 4096, 1), "while it holds a file");
+        slab.span(0..700 * 4096 - 100).with_bytes(|bytes| assert!(bytes.iter().all(|byte| *byte == 7)));
+        pool.tend();
+        assert_eq!(pool.stats().trimmed, 1, "there was nothing to do");
+
+        mapping.collapse().expect("collapse");
+        drop(slab);
+        pool.tend();
+        assert_eq!((takes(), pool.stats().trimmed), (700 * 4096, 2), "while it is mapped without a file");
+        assert_eq!(pool.stats().lent, 700 * 4096);
+
+        mapping.collapse().expect("collapse");
+        drop((mapping, client));
+        let again = pool.slab(700, HERE);
+        assert!(again.is_some() && pool.stats().lent == 700 * 4096, "it has not been looked at since");
+        drop(again);
+        pool.tend();
+        let seen = (pool.stats().lent, pool.stats().trimmed);
+        assert_eq!(seen, (0, 3), "when it has come back");
     }
 }
 

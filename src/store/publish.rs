@@ -206,7 +206,8 @@ impl Core {
             // Pages that somebody is reading stay: the file may have been cut since that read began.
             let unread = hot.pins == 0 || hot.pinned_to <= u64::from(pages) * 4096;
             let fits = slab.pages() == pages || (unread && !slab.is_lent() && slab.resize(pages));
-            if !fits || slab.set_len(size).is_err() {
+            let cut = fits && slab.set_len(size).is_ok();
+            if !cut {
                 // The kernel would show its length as the file's.
                 log::debug!("a slab of {} pages could not be cut to {size} bytes", slab.pages());
                 let (start, end) = (size as usize, size.next_multiple_of(4096) as usize);
@@ -214,6 +215,7 @@ impl Core {
                 hot.mixed = true;
             }
             slab.announce();
+            self.counters.slabs_kept_whole += u64::from(!cut);
         }
     }
 
