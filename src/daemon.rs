@@ -553,4 +553,6 @@ mod device_log;
 #[cfg(test)]
 mod in_flight_tests;
 #[cfg(test)]
+mod stale_tests;
+#[cfg(test)]
 mod tests;

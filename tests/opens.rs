@@ -2,7 +2,7 @@
 //! where modes meet, no ESTALE from a second look (rule R3b). And every version that is opened is whole.
 //!
 //! The clients are processes, because the threads of one share its unfinished files. 8,000 opens;
-//! KVCACHEFS_TEST_FULL=1 makes 160,000.
+//! KVCACHEFS_TEST_FULL=1 makes 160,000. Where the names move and go meanwhile, 30,000; 1,000,000.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
 #![allow(unsafe_code, reason = "mappings are made and looked at")]
 
@@ -248,6 +248,84 @@ fn no_mix_of_opens_fails() {
     mount.wait_for("private_files", |files| files == 0);
     mount.wait_for("l1_lent_bytes", |bytes| bytes == 0);
     mount.check_quiet();
+}
+
+/// How often each of five processes opens, renames or removes one of two names.
+fn steps() -> u64 {
+    match std::env::var("KVCACHEFS_TEST_FULL") {
+        Ok(full) if full == "1" => 100_000,
+        _ => 3_000,
+    }
+}
+
+/// One step of whoever opens, renames and removes names without a pause.
+fn step(dir: &Path, size: usize, random: &mut Random) -> Result<(), (&'static str, io::Error)> {
+    let name = |random: &mut Random| dir.join(["n0", "n1"][random.below(2) as usize]);
+    let path = name(random);
+    let write = |options: &mut fs::OpenOptions| {
+        options.open(&path).and_then(|file| file.write_all_at(&vec![7; size], 0))
+    };
+    let (what, did) = match random.below(12) {
+        0 => ("rename", fs::rename(&path, name(random))),
+        1 => ("unlink", fs::remove_file(&path)),
+        2 => ("create or write", write(File::options().create(true).read(true).write(true))),
+        3 => ("create or open to write", File::options().create(true).append(true).open(&path).map(drop)),
+        4 => ("create or replace", fs::write(&path, vec![8; size])),
+        5 => ("replace", write(File::options().write(true).truncate(true))),
+        6 => ("write", write(File::options().read(true).write(true))),
+        7 => ("open to write", File::options().write(true).open(&path).map(drop)),
+        8 => ("truncate", nix::unistd::truncate(&path, 1000).map_err(io::Error::from)),
+        9 => ("read", fs::read(&path).map(drop)),
+        10 => ("map", File::open(&path).and_then(|file| Mapping::new(&file, size, false)).map(drop)),
+        _ => ("stat", fs::metadata(&path).map(drop)),
+    };
+    did.map_err(|error| (what, error))
+}
+
+#[test]
+#[ignore = "a process of the test below"]
+fn client_of_the_moving_names() {
+    let Ok(mount) = std::env::var("OPENS_MOUNT") else { return };
+    let seed: u64 = std::env::var("OPENS_SEED").unwrap().parse().unwrap();
+    let size: usize = std::env::var("OPENS_SIZE").unwrap().parse().unwrap();
+    let mut random = Random(0x9e37_79b9_7f4a_7c15 + seed);
+    let mut failed = Vec::new();
+    for at in 0..steps() {
+        match step(Path::new(&mount), size, &mut random) {
+            Err((what, error)) if error.kind() != ErrorKind::NotFound => {
+                failed.push(format!("{at}, {what}: {error}"));
+            }
+            _ => {}
+        }
+    }
+    assert!(failed.is_empty(), "client {seed} failed {} times: {failed:?}", failed.len());
+}
+
+/// Five processes rename and remove the very names that they open. What a lookup found can be opened, whatever its name
+/// leads to by then.
+#[test]
+fn names_that_move_and_go_are_stale_to_nobody() {
+    for size in [5_000, 400_000] {
+        let mount = Mount::new();
+        let _watchdog =
+            Watchdog::within(&mount, Duration::from_secs(if steps() > 3_000 { 1200 } else { 120 }));
+        let clients: Vec<Child> = (1..=5)
+            .map(|seed| {
+                Command::new(std::env::current_exe().unwrap())
+                    .args(["--ignored", "--exact", "client_of_the_moving_names", "--nocapture"])
+                    .env("OPENS_MOUNT", mount.path())
+                    .env("OPENS_SEED", seed.to_string())
+                    .env("OPENS_SIZE", size.to_string())
+                    .stdout(Stdio::null())
+                    .spawn()
+                    .unwrap()
+            })
+            .collect();
+        let ends: Vec<ExitStatus> = clients.into_iter().map(|mut client| client.wait().unwrap()).collect();
+        assert!(ends.iter().all(ExitStatus::success), "{ends:?}");
+        mount.wait_for("private_files", |files| files == 0);
+        mount.check_quiet();
+    }
 }
 
 /// A file that comes into L1 while somebody reads it through the daemon gets another inode number. That goes when the

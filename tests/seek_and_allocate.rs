@@ -5,7 +5,9 @@ mod common;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::FileExt;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::PathBuf;
 
 use common::{Mount, Options, bytes, memory_only};
 use nix::libc;
@@ -259,4 +261,37 @@ fn positions_work_as_on_any_file() {
     let mut gap = [1; 100];
     file.read_exact_at(&mut gap, 400_000).unwrap();
     assert_eq!(gap, [0; 100]);
+}
+
+/// A writer's version has the name. Who comes by the inode that had it before must not cut the bytes that the writer
+/// sees; and who comes by the name cuts the writer's version, which its handle shows.
+#[test]
+fn a_path_and_a_writers_handle_name_one_version() {
+    for size in [5_000, 300_000, 3_000_000] {
+        let mount = Mount::new();
+        let (path, content) = (mount.at("f"), bytes(1, size));
+        fs::write(&path, &content).unwrap();
+        let before = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(&path).unwrap();
+        let file = OpenOptions::new().read(true).append(true).open(&path).unwrap();
+        let (old, new) = (before.metadata().unwrap().ino(), file.metadata().unwrap().ino());
+        assert_ne!(old, new, "a writer of a finished file has a version of its own");
+
+        let by_number = PathBuf::from(format!("/proc/self/fd/{}", before.as_raw_fd()));
+        let refused = errno(nix::unistd::truncate(&by_number, 1));
+        assert!([libc::ETXTBSY, libc::ESTALE].contains(&refused), "{refused}");
+        let mut read = vec![0; size];
+        file.read_exact_at(&mut read, 0).unwrap();
+        assert!(read == content, "{size} bytes, cut below the writer");
+        assert_eq!(rustix::fs::seek(&file, Whence::Hole(0)).unwrap(), size as u64);
+
+        nix::unistd::truncate(&path, 1).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().ino(), new);
+        assert_eq!(file.metadata().unwrap().len(), 1);
+        assert_eq!(rustix::fs::seek(&file, Whence::Hole(0)).unwrap(), 1);
+        (&file).write_all(b"appended").unwrap();
+        assert_eq!(rustix::fs::seek(&file, Whence::Hole(0)).unwrap(), 9);
+        drop(file);
+        assert!(fs::read(&path).unwrap() == [&content[..1], b"appended"].concat());
+        mount.check_quiet();
+    }
 }

@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use super::tests::{Rig, faulty};
 use super::*;
 use crate::l2::{Direction, Engine, EngineGauges, Io};
+use crate::store::Opened;
 use crate::store::node::ROOT_INO;
 
 /// Where the journal of a store of one path begins: its two headers, a page each.
@@ -192,7 +193,8 @@ impl Rig {
     fn with_attributes(&self, name: &str, bytes: usize) -> Result<(), Errno> {
         let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
         let store = self.store();
-        let (_, handle) = store.create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller())?;
+        let (_, Opened { handle, .. }) =
+            store.create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller())?;
         let result = ["user.a", "user.b", "user.c"]
             .iter()
             .try_for_each(|attr| store.setxattr(handle.ino, attr.as_bytes(), &vec![7; bytes / 3], 0));
@@ -301,7 +303,7 @@ fn long_files_of_nothing_count() {
     let rig = Rig::start_with(dir.path(), "1GiB,evict=none", faulty);
     let mut refused = 0;
     for at in 0..2000 {
-        let Ok((_, handle)) = rig.store().create(
+        let Ok((_, Opened { handle, .. })) = rig.store().create(
             ROOT_INO,
             format!("file{at}").as_bytes(),
             0o644,

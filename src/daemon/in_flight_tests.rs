@@ -8,8 +8,8 @@ use nix::errno::Errno;
 use super::tests::Rig;
 use super::*;
 use crate::l2::{Class, Direction, Logged};
-use crate::store::Handle;
 use crate::store::node::ROOT_INO;
+use crate::store::{Handle, Opened};
 
 const SIZE: usize = 300_000;
 
@@ -33,7 +33,8 @@ fn posix_dir(rig: &Rig) -> u64 {
 
 fn create_in(rig: &Rig, parent: u64, name: &str, bytes: &[u8]) {
     let flags = libc::O_WRONLY | libc::O_CREAT;
-    let (_, handle) = rig.store().create(parent, name.as_bytes(), 0o644, flags, &Rig::caller()).unwrap();
+    let (_, Opened { handle, .. }) =
+        rig.store().create(parent, name.as_bytes(), 0o644, flags, &Rig::caller()).unwrap();
     assert_eq!(write(rig, &handle, bytes).recv().unwrap(), Ok(bytes.len() as u32));
     rig.store().release(&handle);
 }

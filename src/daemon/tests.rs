@@ -11,7 +11,7 @@ use crate::config::Layer;
 use crate::host::Host;
 use crate::l2::{Direction, Engine, Faults, Faulty};
 use crate::store::node::ROOT_INO;
-use crate::store::{Answer, Caller, Handle};
+use crate::store::{Answer, Caller, Handle, Opened};
 
 thread_local! {
     /// The orders for the device that was opened last on this thread.
@@ -71,7 +71,7 @@ impl Rig {
 
     pub fn create(&self, name: &str, bytes: &[u8]) -> Handle {
         let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
-        let (_, handle) =
+        let (_, Opened { handle, .. }) =
             self.store().create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller()).unwrap();
         let (tell, told) = channel();
         self.store().write(&handle, 0, bytes, Box::new(move |result| tell.send(result).unwrap()));

@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -181,6 +182,39 @@ impl KvFs {
                 "passthrough for some files (the kernel refused it: {error}): reads of them go through the daemon"
             ));
         }
+    }
+
+    /// Answers an open with the file that the kernel is to read by itself, or without one.
+    fn serve<R>(
+        &self,
+        Opened { mut handle, slab }: Opened,
+        reply: R,
+        open_backing: impl FnOnce(&R, BorrowedFd<'_>) -> io::Result<BackingId>,
+        answer: impl FnOnce(R, FileHandle, FopenFlags, Option<&BackingId>),
+    ) {
+        // Only what was written needs to know of each close (fact 6).
+        let quiet = if handle.writer { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
+        if let Some(slab) = slab {
+            let mut backing = slab.backing_slot().lock();
+            // Another open of this inode number may have failed meanwhile: all of them are served in one way (rule R3b).
+            let passthrough = self.store.reads_by_passthrough(&handle);
+            if passthrough && backing.is_none() {
+                match open_backing(&reply, slab.backing_fd()) {
+                    Ok(id) => *backing = Some(Box::new(id)),
+                    Err(error) => self.note_refused_backing(&error),
+                }
+            }
+            match backing.as_ref().filter(|_| passthrough).and_then(|id| id.downcast_ref::<BackingId>()) {
+                Some(id) => {
+                    let fh = self.add(Open::File(Arc::new(handle)));
+                    return answer(reply, fh, quiet, Some(id));
+                }
+                // No open of this number has been answered with passthrough, so the mode can still be the other.
+                None => self.store.read_directly(&mut handle),
+            }
+        }
+        let fh = self.add(Open::File(Arc::new(handle)));
+        answer(reply, fh, quiet | FopenFlags::FOPEN_DIRECT_IO, None);
     }
 
     /// Control files cannot be made, renamed or removed.
@@ -370,33 +404,20 @@ impl Filesystem for KvFs {
                 Err(errno) => reply.error(fuse_errno(errno)),
             };
         }
-        let Opened { mut handle, slab } = match self.store.open(ino.0, flags.0, &caller(req)) {
-            Ok(opened) => opened,
-            Err(errno) => return reply.error(fuse_errno(errno)),
-        };
-        // Only what was written needs to know of each close (fact 6).
-        let quiet = if handle.writer { FopenFlags::empty() } else { FopenFlags::FOPEN_NOFLUSH };
-        if let Some(slab) = slab {
-            let mut backing = slab.backing_slot().lock();
-            // Another open of this inode number may have failed meanwhile: all of them are served in one way (rule R3b).
-            let passthrough = self.store.reads_by_passthrough(&handle);
-            if passthrough && backing.is_none() {
-                match reply.open_backing(slab.backing_fd()) {
-                    Ok(id) => *backing = Some(Box::new(id)),
-                    Err(error) => self.note_refused_backing(&error),
-                }
+        match self.store.open(ino.0, flags.0, &caller(req)) {
+            Ok(opened) => {
+                self.serve(
+                    opened,
+                    reply,
+                    |reply, fd| reply.open_backing(fd),
+                    |reply, fh, flags, backing| match backing {
+                        Some(id) => reply.opened_passthrough(fh, flags, id),
+                        None => reply.opened(fh, flags),
+                    },
+                );
             }
-            match backing.as_ref().filter(|_| passthrough).and_then(|id| id.downcast_ref::<BackingId>()) {
-                Some(id) => {
-                    let fh = self.add(Open::File(Arc::new(handle)));
-                    return reply.opened_passthrough(fh, quiet, id);
-                }
-                // No open of this number has been answered with passthrough, so the mode can still be the other.
-                None => self.store.read_directly(&mut handle),
-            }
+            Err(errno) => reply.error(fuse_errno(errno)),
         }
-        let fh = self.add(Open::File(Arc::new(handle)));
-        reply.opened(fh, quiet | FopenFlags::FOPEN_DIRECT_IO);
     }
 
     fn read(
@@ -626,14 +647,16 @@ impl Filesystem for KvFs {
             .guard(parent, name)
             .and_then(|()| self.store.create(parent.0, name.as_bytes(), mode, flags, &caller(req)));
         match made {
-            Ok((entry, handle)) => {
-                let fh = self.add(Open::File(Arc::new(handle)));
-                reply.created(
-                    &entry.ttl,
-                    &file_attr(&entry.attr),
-                    Generation(0),
-                    fh,
-                    FopenFlags::FOPEN_DIRECT_IO,
+            Ok((entry, opened)) => {
+                let (attr, generation) = (file_attr(&entry.attr), Generation(0));
+                self.serve(
+                    opened,
+                    reply,
+                    |reply, fd| reply.open_backing(fd),
+                    |reply, fh, flags, backing| match backing {
+                        Some(id) => reply.created_passthrough(&entry.ttl, &attr, generation, fh, flags, id),
+                        None => reply.created(&entry.ttl, &attr, generation, fh, flags),
+                    },
                 );
             }
             Err(errno) => reply.error(fuse_errno(errno)),

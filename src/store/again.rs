@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use smallvec::SmallVec;
 
+use super::attr::Attr;
 use super::core::Core;
 use super::hot::Hot;
 use super::node::{Idx, Kind, NAMED, NodeId, ROOT};
@@ -91,6 +92,8 @@ struct Former {
     parent: NodeId,
     name: Box<[u8]>,
     uid: u32,
+    attr: Attr,
+    by_us: bool,
     /// The version that took its place, and may have been renamed since: the kernel's name for both was renamed with it.
     successor: Option<NodeId>,
 }
@@ -122,15 +125,18 @@ impl Hot {
 }
 
 impl Core {
-    /// Remembers what `idx` was called, and what takes its place.
-    pub fn remember_name(&mut self, idx: Idx, successor: Option<Idx>) {
+    /// Remembers what `idx` was called, and what takes its place. `by_us`: no client has taken the name away.
+    pub fn remember_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
         let node = self.node(idx);
         if node.kind() != Kind::File {
             return;
         }
         let (own, shown, uid) = (self.id(idx).0, self.ino(idx), node.uid);
         let Some((parent, name)) = self.place_of(idx) else { return };
-        let former = Former { parent, name, uid, successor: successor.map(|idx| self.id(idx)) };
+        // Without a name, and for this once.
+        let attr = Attr { nlink: 0, ttl: Duration::ZERO, ..self.attr(idx) };
+        let successor = successor.map(|idx| self.id(idx));
+        let former = Former { parent, name, uid, attr, by_us, successor };
         if shown != own {
             self.gone.push(shown, former.clone());
         }
@@ -173,6 +179,14 @@ impl Core {
         (node.kind() == Kind::File && node.uid == uid).then_some(now)
     }
 
+    /// The attributes that a version had when it lost its name. What a lookup found may be asked for them though it was
+    /// unlinked or replaced since, as on any file system: a second ESTALE, after a second lookup, would reach the user.
+    /// What has vanished (rules R6, R8) has none: the kernel may believe in its name for a while.
+    pub fn former_attr(&self, ino: u64) -> Option<Attr> {
+        let former = self.gone.names.get(&ino)?;
+        (!former.by_us || former.successor.is_some()).then_some(former.attr)
+    }
+
     /// The answer to an open of a version that is gone.
     pub fn gone(&mut self, ino: u64, intent: Intent, caller: &Caller, tgid: u32) -> Errno {
         match self.former_place(ino) {
@@ -190,12 +204,7 @@ impl Core {
         caller: &Caller,
         tgid: u32,
     ) -> Errno {
-        if caller.tid != 0
-            && let Some(at) = self.expected.iter().position(|expected| expected.is(caller, None))
-        {
-            let old = self.expected.swap_remove(at);
-            self.give_up(old);
-        }
+        self.came_otherwise(caller);
         self.expected.push(Expected {
             caller: *caller,
             tgid,
@@ -288,6 +297,16 @@ impl Core {
             return None;
         }
         Some(expected)
+    }
+
+    /// A thread makes one call at a time: one that was sent to look again and now does something else has opened nothing.
+    pub fn came_otherwise(&mut self, caller: &Caller) {
+        if caller.tid != 0
+            && let Some(at) = self.expected.iter().position(|expected| expected.is(caller, None))
+        {
+            let over = self.expected.swap_remove(at);
+            self.give_up(over);
+        }
     }
 
     /// What was kept for somebody is not needed any longer.

@@ -273,11 +273,11 @@ impl Store {
         let core = self.lock();
         let mut attr = match core.resolve(ino) {
             Ok(idx) => core.attr(idx),
-            Err(errno) => {
-                let successor = core.successor(ino).ok_or(errno)?;
+            Err(errno) => match core.successor(ino) {
                 // For this once: it is not what the kernel has.
-                Attr { ttl: Duration::ZERO, ..core.attr(successor) }
-            }
+                Some(successor) => Attr { ttl: Duration::ZERO, ..core.attr(successor) },
+                None => core.former_attr(ino).ok_or(errno)?,
+            },
         };
         attr.ino = ino;
         Ok(attr)

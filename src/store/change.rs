@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use smallvec::SmallVec;
@@ -19,7 +19,7 @@ use super::again::{Expected, Intent};
 use super::attr::Attr;
 use super::core::{Core, now};
 use super::hot::{BLOCK, BLOCK_PAGES, Block, BlockIo, Hot, Mem, Phase, Place, block_len};
-use super::node::{DURABLE, Idx, Kind, NAMED, NONE, NodeId, SLOT};
+use super::node::{DURABLE, Idx, Kind, LOST, MOVED, NAMED, NONE, NodeId, SLOT};
 use super::open::Handle;
 use super::process::Caller;
 use super::{AttrReply, Store, UnitReply, WriteReply};
@@ -150,7 +150,7 @@ impl Core {
         if !self.hot_mut(idx).sealed() {
             return Ok(());
         }
-        if self.hot_mut(idx).passthrough_handles() > 0 {
+        if self.hot_mut(idx).must_not_change() {
             return Err(Stop::Fail(Errno::ETXTBSY));
         }
         if self.hot_mut(idx).blocks.iter().any(|block| block.io != BlockIo::Idle) {
@@ -708,9 +708,11 @@ impl Core {
         }
     }
 
-    fn try_truncate(&mut self, id: NodeId, size: u64, by_path: bool) -> Result<(), Stop> {
-        let result = self.truncate(id, size);
-        if by_path && matches!(result, Ok(()) | Err(Stop::Fail(_))) {
+    /// What is truncated by path may be gone as soon as that is over: its attributes are what they were then.
+    fn try_truncate(&mut self, id: NodeId, ino: u64, size: u64, by_path: bool) -> Result<Attr, Stop> {
+        let result =
+            self.truncate(id, size).map(|()| Attr { ino, ttl: Duration::ZERO, ..self.attr(id.idx()) });
+        if by_path && matches!(result, Ok(_) | Err(Stop::Fail(_))) {
             self.end_truncate(id);
         }
         result
@@ -727,20 +729,23 @@ impl Core {
         if self.node(idx).kind() != Kind::File {
             return Err(if self.node(idx).kind() == Kind::Dir { Errno::EISDIR } else { Errno::EINVAL });
         }
-        let named = self.node(idx).has(NAMED);
-        let (in_place, stored) = (self.written_in_place(idx), self.is_stored(idx));
-        let hot = self.hot_mut(idx);
-        let fresh = hot.sealed()
-            && (hot.must_not_change() || ((hot.handles() > 0 || stored) && !in_place && !with_handle));
         let id = self.id(idx);
-        if fresh
-            && named
-            && expected.is_none_or(|expected| !expected.found(id))
-            && let Some((parent, name)) = self.place_of(idx)
-        {
-            return Err(self.send_again(parent, &name, Intent::Write, caller, 0));
+        if with_handle {
+            return Ok(id);
         }
-        Ok(id)
+        let arrived = expected.is_some_and(|expected| expected.found(id));
+        if self.node(idx).has(LOST) || (self.node(idx).has(MOVED) && !arrived) {
+            return Err(self.gone(ino, Intent::Write, caller, 0));
+        }
+        // Also if it was found by a second look: that may have been for an open to read that came to nothing.
+        if !self.needs_version(idx) {
+            return Ok(id);
+        }
+        if !self.node(idx).has(NAMED) {
+            return Err(self.not_here(ino, Intent::Write, expected, caller, 0));
+        }
+        let (parent, name) = self.place_of(idx).ok_or(Errno::ESTALE)?;
+        Err(self.send_again(parent, &name, Intent::Write, caller, 0))
     }
 }
 
@@ -926,8 +931,8 @@ impl Store {
                 Tried::Wait { loading } => return Some((Change::Write { offset, data, reply }, loading)),
             },
             Change::Truncate { size, ino, by_path, reply } => {
-                match self.tried(|core| core.try_truncate(id, size, by_path)) {
-                    Tried::Done(result) => reply(result.and_then(|()| self.getattr(ino))),
+                match self.tried(|core| core.try_truncate(id, ino, size, by_path)) {
+                    Tried::Done(result) => reply(result),
                     Tried::Wait { loading } => {
                         return Some((Change::Truncate { size, ino, by_path, reply }, loading));
                     }

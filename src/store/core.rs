@@ -592,7 +592,7 @@ impl Core {
     /// the old record stays on the device until the new one is committed.
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
         self.forget_recency(idx);
-        self.remember_name(idx, successor);
+        self.remember_name(idx, successor, by_us);
         let inherited = self.heirs.remove(&self.id(idx)).into_iter();
         let queued = match self.hot(idx).map(|hot| hot.write_back) {
             Some(WriteBack::Queued(seq)) => Some(seq),

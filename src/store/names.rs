@@ -104,9 +104,30 @@ impl Core {
             || [0, dir.uid, self.node(victim).uid].contains(&uid)
     }
 
+    /// Whether the kernel would certainly let `caller` open the file `idx` in `parent`. It has not been asked about a file
+    /// that came into being since it looked, and knows of groups, of capabilities, and of rules for sticky directories (which
+    /// root has to keep, too) that we do not.
+    pub fn surely_may_open(&self, parent: Idx, idx: Idx, flags: i32, caller: &Caller) -> bool {
+        let node = self.node(idx);
+        let own = caller.uid == node.uid;
+        if !own && self.node(parent).mode & 0o1000 != 0 {
+            return false;
+        }
+        if !self.settings.permissions {
+            return true;
+        }
+        let bits = match flags & libc::O_ACCMODE {
+            libc::O_RDONLY => 0o4,
+            libc::O_WRONLY => 0o2,
+            _ => 0o6,
+        } | if flags & libc::O_TRUNC != 0 { 0o2 } else { 0 };
+        let grants = |class: u16| node.mode >> class & bits == bits;
+        if own { grants(6) } else { grants(3) && grants(0) }
+    }
+
     /// Takes the name from a private version; it goes on as a file without a name.
     fn forget_private(&mut self, idx: Idx) {
-        self.remember_name(idx, None);
+        self.remember_name(idx, None, false);
         let Some(private) = self.hot_mut(idx).private_mut() else { return };
         let (parent, name) = (private.parent, std::mem::take(&mut private.name));
         private.parent = NONE;
@@ -117,6 +138,7 @@ impl Core {
 
     fn unlink(&mut self, parent: u64, name: &[u8], caller: &Caller) -> Result<(), Errno> {
         check_name(name)?;
+        self.came_otherwise(caller);
         let parent = self.resolve_dir(parent)?;
         let mine = self.own_private(parent, name, caller, true);
         let visible = self
@@ -165,6 +187,7 @@ impl Core {
     ) -> Result<(), Errno> {
         check_name(name)?;
         check_name(new_name)?;
+        self.came_otherwise(caller);
         if flags & !NOREPLACE != 0 {
             // RENAME_EXCHANGE and RENAME_WHITEOUT.
             return Err(Errno::EINVAL);

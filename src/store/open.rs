@@ -10,7 +10,8 @@
 //! * to read a file that came into L1 while others read it through the daemon: an alias, that is another
 //!   inode number for the same file.
 //!
-//! A second ESTALE would reach the user; `again` keeps what the second look found until the open arrives.
+//! A second ESTALE would reach the user; `again` keeps what the second look found until the open arrives. A create that
+//! finds a file opens it where it stands.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -177,8 +178,9 @@ impl Core {
         flags: i32,
         caller: &Caller,
         tgid: u32,
-    ) -> Result<(Entry, Handle), Errno> {
+    ) -> Result<(Entry, Opened), Errno> {
         check_name(name)?;
+        self.came_otherwise(caller);
         let parent = self.resolve_dir(parent)?;
         let exclusive = flags & libc::O_EXCL != 0;
         let visible = self.tree.child(parent, name);
@@ -186,13 +188,10 @@ impl Core {
             return Err(Errno::EEXIST);
         }
         if let Some(visible) = visible {
-            // It came into being since the kernel looked. What the caller may do with it, the kernel knows.
-            let node = self.node(visible);
-            let owned = node.kind() == Kind::File && (caller.uid == 0 || caller.uid == node.uid);
-            if owned && flags & libc::O_TRUNC != 0 && !self.tree.posix(parent) {
-                let idx = self.empty_version(visible, caller, tgid)?;
-                let handle = self.add_handle(idx, self.ino(idx), flags, Mode::Direct);
-                return Ok((self.entry(idx, false), handle));
+            // It came into being since the kernel looked.
+            if self.node(visible).kind() == Kind::File && self.surely_may_open(parent, visible, flags, caller)
+            {
+                return self.open_found(visible, flags, caller, tgid);
             }
             let dir = self.id(parent);
             return Err(self.send_again(dir, name, Intent::of(flags), caller, tgid));
@@ -215,7 +214,40 @@ impl Core {
         };
         let shown = shared && self.tree.privates(parent, name).is_empty();
         let handle = self.add_handle(idx, self.ino(idx), flags, Mode::Direct);
-        Ok((self.entry(idx, shown), handle))
+        Ok((self.entry(idx, shown), Opened { handle, slab: None }))
+    }
+
+    /// Opens a file that everybody sees in the step that found it. No other version can come in between, as it can after
+    /// ESTALE; and a create is what the kernel tries last, often when it has been sent to look again before.
+    fn open_found(
+        &mut self,
+        visible: Idx,
+        flags: i32,
+        caller: &Caller,
+        tgid: u32,
+    ) -> Result<(Entry, Opened), Errno> {
+        let idx = match Intent::of(flags) {
+            Intent::Truncate if !self.emptied_in_place(visible, false) => {
+                self.empty_version(visible, caller, tgid)?
+            }
+            Intent::Write if self.needs_version(visible) => self.copy_on_write(visible)?,
+            _ => visible,
+        };
+        let ino = self.ino(idx);
+        let opened = match Intent::of(flags) {
+            Intent::Truncate => self.open_emptied(idx, ino, flags, caller),
+            Intent::Write => self.opened(idx, ino, flags, Mode::Direct),
+            Intent::Read => {
+                let passthrough = match self.mode_of(idx, ino) {
+                    Some(mode) => mode == Mode::Passthrough,
+                    None => self.may_passthrough(idx),
+                };
+                self.open_to_read(idx, ino, flags, if passthrough { Mode::Passthrough } else { Mode::Direct })
+            }
+        };
+        let (parent, name) = self.home(idx);
+        let shown = idx == visible && self.tree.privates(parent, name).is_empty();
+        Ok((self.entry(idx, shown), opened))
     }
 
     fn add_handle(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Handle {
@@ -319,10 +351,49 @@ impl Core {
     }
 
     /// Whether a file that everybody sees is written where it is, even after it was sealed: there is nothing in it yet,
-    /// or it is in shared use (rule R1).
+    /// or it is in shared use (rule R1), or somebody has it open to write and will write there: whoever comes then joins.
     pub fn written_in_place(&self, idx: Idx) -> bool {
         let node = self.node(idx);
-        node.size == 0 || node.has(SLOT) || (node.has(NAMED) && self.tree.posix(node.parent))
+        node.size == 0
+            || node.has(SLOT)
+            || (node.has(NAMED) && self.tree.posix(node.parent))
+            || self.hot(idx).is_some_and(|hot| hot.writers > 0)
+    }
+
+    /// Whether a version has to be made for whoever wants to write this one.
+    pub fn needs_version(&mut self, idx: Idx) -> bool {
+        let (in_place, stored) = (self.written_in_place(idx), self.is_stored(idx));
+        let hot = self.hot_mut(idx);
+        hot.sealed() && (hot.must_not_change() || ((hot.handles() > 0 || stored) && !in_place))
+    }
+
+    /// Whether O_TRUNC empties this very version. `mine`: a private one was made for that.
+    fn emptied_in_place(&mut self, idx: Idx, mine: bool) -> bool {
+        let node = self.node(idx);
+        let (size, named) = (node.size, node.has(NAMED));
+        let posix = named && self.tree.posix(node.parent);
+        let hot = self.hot_mut(idx);
+        let nameless = !named && hot.private().is_none_or(|private| private.parent == NONE);
+        (match &hot.phase {
+            Phase::Private(_) => mine && size == 0,
+            Phase::Open => posix || size == 0,
+            Phase::Sealed => !hot.must_not_change() && (posix || size == 0),
+        }) || (nameless && !hot.sealed())
+    }
+
+    fn open_emptied(&mut self, idx: Idx, ino: u64, flags: i32, caller: &Caller) -> Opened {
+        if caller.uid != 0 {
+            self.drop_set_id(idx);
+        }
+        if self.node(idx).size > 0 {
+            self.truncate_to_nothing(idx);
+        }
+        self.opened(idx, ino, flags, Mode::Direct)
+    }
+
+    /// How the handles of this inode number are served, if there are any.
+    fn mode_of(&self, idx: Idx, ino: u64) -> Option<Mode> {
+        self.hot(idx)?.opened.iter().find(|opened| opened.ino == ino).map(|opened| opened.mode)
     }
 
     /// Whether this version is on the device or on its way there: then it is what a crash brings back, whole, until
@@ -375,20 +446,13 @@ impl Core {
         if node.has(LOST) || (node.has(MOVED) && !arrived) {
             return Err(self.gone(ino, intent, caller, tgid));
         }
-        let (size, parent, named) = (node.size, node.parent, node.has(NAMED));
+        let named = node.has(NAMED);
         let place = self.place_of(idx);
-        let posix = named && self.tree.posix(parent);
-        let in_place = self.written_in_place(idx);
-        let stored = self.is_stored(idx);
-        let hot = self.hot_mut(idx);
-        let (handles, fixed) = (hot.handles(), hot.must_not_change());
-        let nameless = !named && hot.private().is_none_or(|private| private.parent == NONE);
+        let private = self.hot_mut(idx).private();
+        let nameless = !named && private.is_none_or(|private| private.parent == NONE);
+        let awaited = private.is_some_and(|private| !private.opened);
         if intent == Intent::Truncate {
-            let here = match &hot.phase {
-                Phase::Private(_) => arrived && size == 0,
-                Phase::Open => posix || size == 0,
-                Phase::Sealed => !fixed && (posix || size == 0),
-            } || (nameless && !hot.sealed());
+            let here = self.emptied_in_place(idx, arrived);
             if !here && nameless {
                 return Err(self.not_here(ino, intent, expected, caller, tgid));
             }
@@ -397,23 +461,16 @@ impl Core {
                 self.room_for_version(idx)?;
                 return Err(self.send_again(parent, &name, intent, caller, tgid));
             }
-            if caller.uid != 0 {
-                self.drop_set_id(idx);
-            }
-            if size > 0 {
-                self.truncate_to_nothing(idx);
-            }
-            return Ok(self.opened(idx, ino, flags, Mode::Direct));
+            return Ok(self.open_emptied(idx, ino, flags, caller));
         }
-        if matches!(&hot.phase, Phase::Private(private) if !private.opened) {
-            // Made for somebody else, who cannot be told from this caller.
-            return Err(Errno::ESTALE);
+        if awaited {
+            // An empty version, made for somebody else, who cannot be told from this caller; or for an open to truncate
+            // that this caller gave up.
+            let (parent, name) = place.ok_or(Errno::ESTALE)?;
+            return Err(self.send_again(parent, &name, intent, caller, tgid));
         }
         if intent == Intent::Write {
-            let fresh = match &hot.phase {
-                Phase::Private(_) | Phase::Open => false,
-                Phase::Sealed => fixed || ((handles > 0 || stored) && !in_place),
-            };
+            let fresh = self.needs_version(idx);
             if fresh && named {
                 let (parent, name) = place.ok_or(Errno::ESTALE)?;
                 self.room_for_version(idx)?;
@@ -425,9 +482,7 @@ impl Core {
             return Ok(self.opened(idx, ino, flags, Mode::Direct));
         }
         let eligible = self.may_passthrough(idx);
-        let current =
-            self.hot(idx).and_then(|hot| hot.opened.iter().find(|opened| opened.ino == ino)).map(|o| o.mode);
-        let mode = match current {
+        let mode = match self.mode_of(idx, ino) {
             Some(Mode::Passthrough) => Mode::Passthrough,
             None if eligible => Mode::Passthrough,
             None => Mode::Direct,
@@ -444,17 +499,21 @@ impl Core {
                 Mode::Direct
             }
         };
+        Ok(self.open_to_read(idx, ino, flags, mode))
+    }
+
+    fn open_to_read(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Opened {
         match self.tier(idx) {
             "l1" => self.counters.open_hits_l1 += 1,
             "mixed" => self.counters.open_hits_mixed += 1,
             _ => self.counters.open_hits_l2 += 1,
         }
-        Ok(self.opened(idx, ino, flags, mode))
+        self.opened(idx, ino, flags, mode)
     }
 
     /// A sealed file that has lost its name is not changed any more: somebody reads it. Whoever comes by its old name
     /// looks that up again, and finds out; who has come by `/proc/PID/fd` finds this file once more.
-    fn not_here(
+    pub fn not_here(
         &mut self,
         ino: u64,
         intent: Intent,
@@ -599,7 +658,7 @@ impl Store {
         mode: u32,
         flags: i32,
         caller: &Caller,
-    ) -> Result<(Entry, Handle), Errno> {
+    ) -> Result<(Entry, Opened), Errno> {
         let tgid = process_of(caller.tid);
         self.with(|core| core.create(parent, name, mode, flags, caller, tgid))
     }
@@ -620,7 +679,7 @@ impl Store {
             if visible.is_some() {
                 return Err(Errno::EEXIST);
             }
-            let (_, handle) = core.create(parent, name, mode, libc::O_WRONLY, caller, 0)?;
+            let (_, Opened { handle, .. }) = core.create(parent, name, mode, libc::O_WRONLY, caller, 0)?;
             let idx = handle.id.idx();
             core.release(&handle);
             Ok(core.entry(idx, true))

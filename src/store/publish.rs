@@ -46,7 +46,7 @@ impl Core {
         // Its maker may have found it just now, before its RELEASE came, and be about to open it.
         let (parent, name) = self.home(idx);
         let instead = if parent == NONE { None } else { self.tree.child(parent, name) };
-        self.remember_name(idx, instead);
+        self.remember_name(idx, instead, true);
         self.node_mut(idx).set(MOVED, true);
         let hot = self.hot_mut(idx);
         if let Some(private) = hot.private_mut() {

@@ -195,7 +195,7 @@ pub fn create(store: &Arc<Store>, path: &str, flags: i32) -> Result<Handle, Errn
     let parent = find(store, dir)?;
     let made =
         store.create(parent, name.as_bytes(), 0o644, flags | libc::O_CREAT | libc::O_WRONLY, &caller());
-    made.map(|(_, handle)| handle)
+    made.map(|(_, opened)| opened.handle)
 }
 
 pub fn close(store: &Arc<Store>, handle: &Handle) {

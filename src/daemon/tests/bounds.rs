@@ -47,7 +47,7 @@ impl Rig {
 
     fn open_new(&self, name: &str, flags: i32) -> Handle {
         let flags = libc::O_RDWR | libc::O_CREAT | flags;
-        self.store().create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller()).unwrap().1
+        self.store().create(ROOT_INO, name.as_bytes(), 0o644, flags, &Self::caller()).unwrap().1.handle
     }
 
     /// Whether everything becomes durable.
