@@ -7,7 +7,7 @@
 //! as an [`Effect`] while the lock is held and carried out when it is not: a completion may call back
 //! into the store without a thought about locks.
 //!
-//! The life of a file: `open` makes handles, `change` plans and applies writes, `publish` makes
+//! The life of a file: `open` makes handles, `change` plans and applies writes (`prepare`: what they need first; `truncate`), `publish` makes
 //! versions visible and seals them, `writeback` takes them to the device, `read` and `promote` bring them back,
 //! `space` decides what leaves.
 
@@ -16,12 +16,15 @@ pub mod attr;
 pub mod catalog;
 pub mod change;
 pub mod core;
+mod crc;
 pub mod hot;
+mod layout;
 pub mod lists;
 pub mod names;
 pub mod node;
 pub mod open;
 pub mod patience;
+mod prepare;
 pub mod process;
 pub mod promote;
 pub mod publish;
@@ -31,6 +34,7 @@ pub mod report;
 pub mod space;
 mod tally;
 pub mod tree;
+mod truncate;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,0 +1,263 @@
+//! What a change needs before it is made: a version of its own, its bytes in L1, credit, room and memory.
+
+use nix::errno::Errno;
+
+use super::change::{BLOCKS_A_PASS, Stop};
+use super::core::Core;
+use super::hot::{BLOCK, Block, BlockIo, Mem, Phase, block_len};
+use super::node::{Idx, NONE};
+
+impl Core {
+    /// Makes a sealed file one that can be written: nobody reads it, or it is written in place anyway.
+    pub fn unseal(&mut self, idx: Idx) -> Result<(), Stop> {
+        if !self.hot_mut(idx).sealed() {
+            return Ok(());
+        }
+        if self.hot_mut(idx).must_not_change() {
+            return Err(Stop::Fail(Errno::ETXTBSY));
+        }
+        if self.hot_mut(idx).blocks.iter().any(|block| block.io != BlockIo::Idle) {
+            // The device fills this memory, or reads from it: what is sealed is written without a copy.
+            return Err(Stop::Load);
+        }
+        self.spread_layout(idx);
+        let size = self.node(idx).size;
+        if self.hot_mut(idx).slab.as_ref().is_some_and(crate::l1::Slab::is_lent) {
+            // Somebody may still have these pages mapped or in a pipe: they stay as they are.
+            self.leave_lent_slab(idx, size)?;
+        }
+        let hot = self.hot_mut(idx);
+        hot.phase = Phase::Open;
+        hot.valid_to = if hot.slab.is_some() { size } else { 0 };
+        hot.crc_to = usize::MAX;
+        self.start_building(idx);
+        self.tidy(idx);
+        Ok(())
+    }
+
+    /// Moves a file's bytes out of a slab that clients have seen.
+    pub fn leave_lent_slab(&mut self, idx: Idx, size: u64) -> Result<(), Stop> {
+        let hot = self.hot_mut(idx);
+        let on_device =
+            hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
+        let Some(old) = hot.slab.clone() else { return Ok(()) };
+        match self.alloc_slab(old.pages(), idx) {
+            Some(new) => {
+                let len = old.capacity_bytes() as usize;
+                new.span(0..len).copy_from_span(&old.span(0..len));
+                self.hot_mut(idx).slab = Some(new);
+            }
+            None if on_device => {
+                let hot = self.hot_mut(idx);
+                hot.slab = None;
+                for block in &mut hot.blocks {
+                    if matches!(block.mem, Mem::Slab) {
+                        block.mem = Mem::None;
+                    }
+                }
+            }
+            None => return Err(Stop::Room),
+        }
+        debug_assert!(size <= old.capacity_bytes());
+        Ok(())
+    }
+
+    /// Gives a copy-on-write version bytes of its own, up to `keep`.
+    pub fn copy_base(&mut self, idx: Idx, keep: u64) -> Result<(), Stop> {
+        let Some(base_id) = self.hot_mut(idx).base else { return Ok(()) };
+        let Some(base) = self.by_id(base_id) else {
+            self.hot_mut(idx).base = None;
+            return Ok(());
+        };
+        self.size_blocks(idx);
+        let size = self.node(idx).size.min(keep);
+        let mut copied = 0;
+        for index in 0..super::hot::blocks_for(size) {
+            // Blocks copied before it had to wait may have been spilled for it meanwhile: those are not copied again.
+            let block = &self.hot_mut(idx).blocks[index];
+            let done = block.dirty || !block.place.is_empty();
+            if done || self.is_hole(base, index) || self.is_hole_in_slab(base, index) {
+                continue;
+            }
+            let len = block_len(size, index);
+            let Some(from) = self
+                .hot(base)
+                .filter(|hot| hot.blocks.get(index).is_some_and(Block::resident))
+                .and_then(|hot| hot.span(index))
+            else {
+                if self.hot(base).is_some_and(|hot| hot.blocks.get(index).is_some_and(|block| block.bad)) {
+                    return Err(Stop::Fail(Errno::EIO));
+                }
+                return Err(self.load_block(base, index));
+            };
+            if copied == BLOCKS_A_PASS {
+                return Err(Stop::Again);
+            }
+            copied += 1;
+            self.take_block(idx, index, len, false)?;
+            let hot = self.hot_mut(idx);
+            let Some(to) = hot.span(index) else { return Err(Stop::Room) };
+            to.copy_from_span(&from.slice(0..len.min(from.len())));
+            if matches!(hot.blocks[index].mem, Mem::Slab) {
+                let start = index as u64 * BLOCK;
+                // A hole in the original is recycled memory here.
+                hot.define_to(start);
+                hot.valid_to = hot.valid_to.max(start + len as u64);
+            }
+            hot.rewritten(index..=index);
+        }
+        self.drop_base(idx);
+        Ok(())
+    }
+
+    /// Brings a block that a change needs, and says what the change waits for: without memory, that is room, for which
+    /// others are spilled.
+    pub fn load_block(&mut self, idx: Idx, index: usize) -> Stop {
+        if self.load_blocks(idx, index..index + 1) { Stop::Load } else { Stop::Room }
+    }
+
+    /// Gets credit, room and memory for `len` bytes of block `index`. With `keep`, the bytes that are there stay.
+    pub fn take_block(&mut self, idx: Idx, index: usize, len: usize, keep: bool) -> Result<(), Stop> {
+        let hot = self.hot_mut(idx);
+        if hot.blocks.len() <= index {
+            hot.blocks.resize_with(index + 1, Block::default);
+        }
+        let block = &hot.blocks[index];
+        // The device may still be taking the bytes of a version that was sealed: their checksum is known already.
+        if block.is_loading() || block.fixed {
+            return Err(Stop::Load);
+        }
+        if block.bad && keep {
+            return Err(Stop::Fail(Errno::EIO));
+        }
+        if keep && block.mem.is_none() && !block.place.is_empty() {
+            return Err(self.load_block(idx, index));
+        }
+        let (charge, reserved) = (block.charge, block.reserved);
+        if !self.settings.memory_only {
+            let pages = (len as u32).div_ceil(4096).max(charge);
+            let more = u64::from(pages - charge);
+            if self.dirty_pages + more > self.settings.dirty_limit_pages {
+                return Err(Stop::Room);
+            }
+            let room = u64::from(pages.saturating_sub(reserved));
+            if room > 0 {
+                self.reserve(idx, room, index as u64 * BLOCK + len as u64)?;
+            }
+            self.dirty_pages += more;
+            self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
+            let block = &mut self.hot_mut(idx).blocks[index];
+            block.charge = pages;
+            block.reserved = block.reserved.max(pages);
+        }
+        self.take_memory(idx, index, len)
+    }
+
+    /// What the directory's last files say about the size of a new one.
+    pub fn guess(&self, idx: Idx) -> u64 {
+        match self.tree.nodes.get(self.home(idx).0).and_then(|node| node.dir()) {
+            Some(dir) if dir.same_size >= 2 => dir.last_size,
+            _ => 0,
+        }
+    }
+
+    /// Twice what is known, for a file whose end is not in sight.
+    pub fn ample_size(&self, end: u64) -> u64 {
+        (end * 2).max(4 << 20).min(self.settings.slab_file_max)
+    }
+
+    pub fn take_memory(&mut self, idx: Idx, index: usize, len: usize) -> Result<(), Stop> {
+        let size = self.node(idx).size;
+        let (small, largest) = (self.settings.small_file_max, self.settings.slab_file_max);
+        let end = index as u64 * BLOCK + len as u64;
+        let hot = self.hot_mut(idx);
+        match &hot.blocks[index].mem {
+            Mem::Slab if hot.slab.as_ref().is_some_and(|slab| slab.capacity_bytes() >= end) => return Ok(()),
+            Mem::Chunk(chunk) if chunk.len() >= len => return Ok(()),
+            _ => {}
+        }
+        let fresh = hot.blocks.iter().all(|block| block.mem.is_none() && block.place.is_empty());
+        let only_first = !fresh
+            && hot.slab.is_none()
+            && hot.blocks.iter().skip(1).all(|block| block.mem.is_none() && block.place.is_empty())
+            && matches!(hot.blocks[0].mem, Mem::Chunk(_))
+            && index > 0;
+        // A block in a chunk stays in chunks: its bytes are there, not in the slab.
+        let chunked = matches!(hot.blocks[index].mem, Mem::Chunk(_));
+        let expected = if fresh { end.max(size).max(self.guess(idx)) } else { end.max(size) };
+        if end <= largest && !chunked && self.hot_mut(idx).slab.is_some() && self.grow_slab(idx, end) {
+            self.hot_mut(idx).blocks[index].mem = Mem::Slab;
+            return Ok(());
+        }
+        if (fresh || only_first) && expected > small && end <= largest && expected <= largest {
+            // Pages not touched cost nothing.
+            let room = if expected > end { expected } else { self.ample_size(end) };
+            let slab = self
+                .alloc_slab(pages(room), idx)
+                .or_else(|| if room > end { self.alloc_slab(pages(end), idx) } else { None });
+            if let Some(slab) = slab {
+                let hot = self.hot_mut(idx);
+                if let Some(from) = hot.span(0).filter(|_| only_first) {
+                    let first = block_len(size, 0).min(from.len());
+                    slab.span(0..first).copy_from_span(&from.slice(0..first));
+                    hot.valid_to = first as u64;
+                    hot.blocks[0].mem = Mem::Slab;
+                }
+                hot.slab = Some(slab);
+                hot.blocks[index].mem = Mem::Slab;
+                return Ok(());
+            }
+        }
+        self.take_chunk(idx, index, len, end.max(size) <= small)
+    }
+
+    pub fn take_chunk(&mut self, idx: Idx, index: usize, len: usize, small: bool) -> Result<(), Stop> {
+        let want = if small { len } else { BLOCK as usize };
+        // Making room may drop clean blocks of this very file, if there is nothing else: what moves is held meanwhile.
+        let hot = self.hot_mut(idx);
+        let from = hot.span(index).map(|span| span.slice(0..hot.defined(index, span.len())));
+        let Some(chunk) = self.alloc_chunk(want, idx).or_else(|| self.alloc_chunk(want, NONE)) else {
+            return Err(if self.settings.memory_only { Stop::Fail(self.no_space()) } else { Stop::Room });
+        };
+        let hot = self.hot_mut(idx);
+        let to = chunk.span();
+        let kept = match from {
+            Some(from) => {
+                let kept = from.len().min(to.len());
+                to.copy_from_span(&from.slice(0..kept));
+                kept
+            }
+            None => 0,
+        };
+        to.zero(kept..to.len());
+        hot.blocks[index].mem = Mem::Chunk(chunk);
+        Ok(())
+    }
+
+    pub fn grow_slab(&mut self, idx: Idx, end: u64) -> bool {
+        let largest = self.settings.slab_file_max;
+        loop {
+            let Some(slab) = &self.hot_mut(idx).slab else { return false };
+            let capacity = slab.capacity_bytes();
+            if capacity >= end {
+                return true;
+            }
+            let ample = (capacity * 2).max(end).min(largest);
+            if slab.resize(pages(ample)) || slab.resize(pages(end)) {
+                return true;
+            }
+            if !self.drop_some(idx) {
+                return false;
+            }
+        }
+    }
+
+    pub fn one_at_a_time(&mut self, idx: Idx) -> Result<(), Stop> {
+        let hot = self.hot_mut(idx);
+        if hot.writing || hot.claimed { Err(Stop::Load) } else { Ok(()) }
+    }
+}
+
+pub fn pages(bytes: u64) -> u32 {
+    u32::try_from(bytes.div_ceil(4096)).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,220 @@
+//! Truncation, and what takes bytes away.
+
+use std::time::Duration;
+
+use nix::errno::Errno;
+
+use super::again::{Expected, Intent};
+use super::attr::Attr;
+use super::change::Stop;
+use super::core::{Core, now};
+use super::hot::{BLOCK, Block, Mem, Phase, Place, block_len};
+use super::node::{DURABLE, Idx, Kind, LOST, MOVED, NAMED, NodeId, SLOT};
+use super::process::Caller;
+
+impl Core {
+    /// Files beyond the limit are slot files: resident by range, never passthrough. One that was private and is
+    /// grown so far without being written becomes visible (rule R1).
+    pub fn mark_slot(&mut self, idx: Idx) {
+        if self.node(idx).size > self.settings.slab_file_max {
+            self.node_mut(idx).set(SLOT, true);
+        }
+    }
+
+    /// Takes bytes away from `size` on. Everything that can fail has been done.
+    pub fn cut(&mut self, idx: Idx, size: u64) {
+        let keep = super::hot::blocks_for(size);
+        let durable = self.node(idx).has(DURABLE);
+        let device = self.node(idx).device;
+        let hot = self.hot_mut(idx);
+        let gone: Vec<Block> =
+            if hot.blocks.len() > keep { hot.blocks.drain(keep..).collect() } else { Vec::new() };
+        hot.valid_to = hot.valid_to.min(size);
+        hot.size_kept = hot.size_kept.min(size);
+        hot.crc_to = usize::MAX;
+        if size == 0 {
+            // Whoever has seen it, fills it or reads from it right now keeps it as it is.
+            let busy = hot.transfers > 0 || hot.pins > 0;
+            hot.slab = hot.slab.take().filter(|slab| !busy && !slab.is_lent());
+            (hot.crc_block, hot.crc_to, hot.crc) = (0, 0, 0);
+        }
+        for block in gone {
+            self.uncharge(device, block.charge, block.reserved);
+            self.retire_place(idx, device, durable, block.place);
+        }
+    }
+
+    /// Gives up bytes on the device: at once if no record names them, else after the next commit.
+    pub fn retire_place(&mut self, idx: Idx, device: u8, durable: bool, place: Place) {
+        if place.is_empty() {
+            return;
+        }
+        if durable {
+            self.space.on(device).stale += super::core::pages_of(&place);
+            self.queue.stale.push((device, place));
+            self.changed(idx);
+        } else {
+            self.free_extents(device, &place);
+        }
+    }
+
+    /// O_TRUNC on a file that is truncated in place. It cannot wait and need not: none of the bytes are kept. What is on
+    /// its way to or from the device finds its blocks gone, and so does a write that is going on.
+    pub fn truncate_to_nothing(&mut self, idx: Idx) {
+        debug_assert_eq!(self.hot_mut(idx).passthrough_handles(), 0);
+        self.spread_layout(idx);
+        let hot = self.hot_mut(idx);
+        hot.emptied = hot.emptied.wrapping_add(1);
+        if hot.sealed() {
+            hot.phase = Phase::Open;
+            self.start_building(idx);
+        }
+        self.drop_base(idx);
+        self.cut(idx, 0);
+        self.resize_noted(idx, 0);
+        self.tidy(idx);
+    }
+
+    pub fn resize_noted(&mut self, idx: Idx, size: u64) {
+        let node = self.node_mut(idx);
+        node.size = size;
+        node.mtime = now();
+        node.ctime = node.mtime;
+        if let Some(private) = node.hot.as_mut().and_then(|hot| hot.private_mut()) {
+            // What was cut off is not missed any more.
+            private.supplied(size..u64::MAX);
+        }
+        self.mark_slot(idx);
+        self.changed(idx);
+    }
+
+    pub fn truncate(&mut self, id: NodeId, size: u64) -> Result<(), Stop> {
+        let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        if size > self.size_max() {
+            return Err(Stop::Fail(Errno::EFBIG));
+        }
+        self.lengthen_record(idx, size)?;
+        let old = self.node(idx).size;
+        if size == old {
+            return Ok(());
+        }
+        self.one_at_a_time(idx)?;
+        self.unseal(idx)?;
+        if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
+            return Err(Stop::Load);
+        }
+        self.copy_base(idx, size)?;
+        if size < old {
+            let tail = (size / BLOCK) as usize;
+            if !size.is_multiple_of(BLOCK) && !self.is_hole(idx, tail) {
+                let len = block_len(size, tail);
+                self.take_block(idx, tail, len, true)?;
+                let hot = self.hot_mut(idx);
+                if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
+                    chunk.span().zero(len..chunk.len());
+                }
+                hot.rewritten(tail..=tail);
+            }
+            self.cut(idx, size);
+        } else {
+            self.extend_tail(idx, size)?;
+        }
+        self.resize_noted(idx, size);
+        if size > self.settings.slab_file_max {
+            self.show_early(idx);
+        }
+        self.close_if_done(idx);
+        Ok(())
+    }
+
+    /// Makes whole blocks of the range holes again. The edges are written with zeros by the caller.
+    pub fn punch(&mut self, id: NodeId, offset: u64, end: u64) -> Result<(), Stop> {
+        let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        self.one_at_a_time(idx)?;
+        self.unseal(idx)?;
+        self.copy_base(idx, u64::MAX)?;
+        let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
+        let hot = self.hot_mut(idx);
+        let (first, last) = (offset.div_ceil(BLOCK) as usize, (end / BLOCK) as usize);
+        let last = last.min(hot.blocks.len());
+        if first >= last || hot.slab.is_some() {
+            return Ok(());
+        }
+        if hot.blocks[first..last].iter().any(Block::is_loading) {
+            return Err(Stop::Load);
+        }
+        let mut gone = Vec::new();
+        for block in &mut hot.blocks[first..last] {
+            gone.push(std::mem::take(block));
+        }
+        for block in gone {
+            self.uncharge(device, block.charge, block.reserved);
+            self.retire_place(idx, device, durable, block.place);
+        }
+        Ok(())
+    }
+
+    /// Whether `ino` may be truncated where it is, or has to be looked up again (rule R3b).
+    pub fn check_truncate(&mut self, ino: u64, with_handle: bool, caller: &Caller) -> Result<NodeId, Errno> {
+        let expected = if with_handle { None } else { self.arrived(ino, Intent::Write, caller) };
+        let result = self.may_truncate(ino, with_handle, expected.as_ref(), caller);
+        if let Ok(id) = result
+            && !with_handle
+        {
+            self.hot_mut(id.idx()).promised += 1;
+        }
+        if let Some(expected) = expected {
+            self.give_up(expected);
+        }
+        result
+    }
+
+    /// A truncation by path is over, well or not.
+    pub fn end_truncate(&mut self, id: NodeId) {
+        if let Some(idx) = self.by_id(id) {
+            let hot = self.hot_mut(idx);
+            hot.promised = hot.promised.saturating_sub(1);
+            self.close_if_done(idx);
+        }
+    }
+
+    /// What is truncated by path may be gone as soon as that is over: its attributes are what they were then.
+    pub fn try_truncate(&mut self, id: NodeId, ino: u64, size: u64, by_path: bool) -> Result<Attr, Stop> {
+        let result =
+            self.truncate(id, size).map(|()| Attr { ino, ttl: Duration::ZERO, ..self.attr(id.idx()) });
+        if by_path && matches!(result, Ok(_) | Err(Stop::Fail(_))) {
+            self.end_truncate(id);
+        }
+        result
+    }
+
+    pub fn may_truncate(
+        &mut self,
+        ino: u64,
+        with_handle: bool,
+        expected: Option<&Expected>,
+        caller: &Caller,
+    ) -> Result<NodeId, Errno> {
+        let Ok(idx) = self.resolve(ino) else { return Err(self.gone(ino, Intent::Write, caller, 0)) };
+        if self.node(idx).kind() != Kind::File {
+            return Err(if self.node(idx).kind() == Kind::Dir { Errno::EISDIR } else { Errno::EINVAL });
+        }
+        let id = self.id(idx);
+        if with_handle {
+            return Ok(id);
+        }
+        let arrived = expected.is_some_and(|expected| expected.found(id));
+        if self.node(idx).has(LOST) || (self.node(idx).has(MOVED) && !arrived) {
+            return Err(self.gone(ino, Intent::Write, caller, 0));
+        }
+        // Also if it was found by a second look: that may have been for an open to read that came to nothing.
+        if !self.needs_version(idx) {
+            return Ok(id);
+        }
+        if !self.node(idx).has(NAMED) {
+            return Err(self.not_here(ino, Intent::Write, expected, caller, 0));
+        }
+        let (parent, name) = self.place_of(idx).ok_or(Errno::ESTALE)?;
+        Err(self.send_again(parent, &name, Intent::Write, caller, 0))
+    }
+}
