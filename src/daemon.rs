@@ -553,6 +553,8 @@ mod device_log;
 #[cfg(test)]
 mod in_flight_tests;
 #[cfg(test)]
+mod late_release_tests;
+#[cfg(test)]
 mod stale_tests;
 #[cfg(test)]
 mod tests;

@@ -205,6 +205,8 @@ impl Core {
             self.node_mut(idx).set(SLOT, for_sharing);
             self.node_mut(idx).hot = Some(Box::new(Hot::new(Phase::Open)));
             self.tree.link(idx, parent, name);
+            // What was closed before and has not appeared in time does not take the place of what is made durable here.
+            self.outdate(parent, name, idx, self.closes, caller.uid);
             self.touch_dir(parent);
             self.touch(idx);
             self.start_building(idx);

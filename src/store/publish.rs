@@ -28,9 +28,10 @@ impl Core {
             Phase::Private(private) if private.closed > 0 && private.closed <= private.outdated => {
                 self.discard(idx, None);
             }
-            Phase::Private(_) => {
+            Phase::Private(private) => {
+                let closed = private.closed;
                 // If it could not be shown, it may be gone by now.
-                if self.show(idx) {
+                if self.show(idx, closed) {
                     self.seal(idx);
                     self.answer_lookups(idx);
                 }
@@ -77,10 +78,11 @@ impl Core {
         }
     }
 
-    /// Makes a private version visible under its name, in place of what is there. Whether it could.
-    fn show(&mut self, idx: Idx) -> bool {
+    /// Makes a private version visible under its name, in place of what is there and of what was closed up to `closed`.
+    /// Whether it could.
+    fn show(&mut self, idx: Idx, closed: u64) -> bool {
         let Some(private) = self.hot(idx).and_then(|hot| hot.private()) else { return true };
-        let (parent, name, closed) = (private.parent, private.name.clone(), private.closed);
+        let (parent, name) = (private.parent, private.name.clone());
         let (by, replaces) = (private.uid, private.replaces);
         let target = self.tree.child(parent, &name);
         let refused = target.and_then(|target| {
@@ -124,12 +126,13 @@ impl Core {
         }
     }
 
-    /// A private file that is grown beyond the slot limit, or fsynced, is visible from then on.
+    /// A private file that is grown beyond the slot limit, or fsynced, is visible from then on. Nothing that was closed
+    /// before then takes its place, though its RELEASE may come later.
     pub fn show_early(&mut self, idx: Idx) {
         let waits = self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| {
             private.parent != NONE && !private.killed && private.lacks.is_none() && !self.node(idx).has(LOST)
         });
-        if waits && self.show(idx) {
+        if waits && self.show(idx, self.closes) {
             self.answer_lookups(idx);
         }
     }

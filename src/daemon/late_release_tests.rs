@@ -1,0 +1,85 @@
+//! A close whose RELEASE, which publishes, comes after what the next writer of that name did.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
+
+use super::tests::Rig;
+use super::*;
+use crate::store::{Handle, Opened};
+
+const ROOT: u64 = crate::store::node::ROOT_INO;
+
+fn begin(rig: &Rig, bytes: &[u8], flags: i32) -> Handle {
+    let flags = libc::O_WRONLY | libc::O_CREAT | flags;
+    let (_, Opened { handle, .. }) = rig.store().create(ROOT, b"f", 0o644, flags, &Rig::caller()).unwrap();
+    let (tell, told) = channel();
+    rig.store().write(&handle, 0, bytes, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(told.recv().unwrap(), Ok(bytes.len() as u32));
+    handle
+}
+
+fn close(rig: &Rig, handle: &Handle) {
+    rig.store().flush(handle, &Rig::caller());
+}
+
+/// It was: the version that had been closed before took the place of the one that an fsync had answered for.
+#[test]
+fn what_was_fsynced_is_not_replaced_by_what_was_closed_before() {
+    for shown_by_size in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let options = if shown_by_size { ",slab_file_max=1MiB" } else { "" };
+        let rig = Rig::with(&format!("l1=64MiB,l2={}:256MiB{options}", dir.path().join("store").display()));
+        let first = begin(&rig, &[1; 5000], libc::O_TRUNC);
+        close(&rig, &first);
+        let second = begin(&rig, &[2; 6000], libc::O_TRUNC);
+        if shown_by_size {
+            let (tell, told) = channel();
+            let grown = Box::new(move |result: Result<_, _>| tell.send(result.map(|_| ())).unwrap());
+            rig.store().truncate(second.ino, true, 2 << 20, &Rig::caller(), grown);
+            assert_eq!(told.recv().unwrap(), Ok(()));
+        } else {
+            assert_eq!(rig.fsync(&second), Ok(()));
+        }
+        rig.store().release(&first);
+        close(&rig, &second);
+        rig.store().release(&second);
+        let found = rig.find("f").unwrap();
+        assert_eq!(rig.read(found, 6000), Ok(vec![2; 6000]), "by its size: {shown_by_size}");
+        // One that is closed after the fsync comes after it.
+        let third = begin(&rig, &[3; 7000], libc::O_TRUNC);
+        close(&rig, &third);
+        rig.store().release(&third);
+        assert_eq!(rig.read(rig.find("f").unwrap(), 7000), Ok(vec![3; 7000]));
+        rig.stop();
+    }
+}
+
+/// A file for shared use that came into being after the close, and was made durable.
+#[test]
+fn a_shared_file_is_not_replaced_by_what_was_closed_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let first = begin(&rig, &[1; 5000], libc::O_TRUNC);
+    close(&rig, &first);
+    let shared = begin(&rig, &[2; 6000], 0);
+    assert_eq!(rig.fsync(&shared), Ok(()));
+    rig.store().release(&first);
+    assert_eq!(rig.read(rig.find("f").unwrap(), 6000), Ok(vec![2; 6000]));
+    rig.store().release(&shared);
+    rig.stop();
+}
+
+/// The last one wins, also of those that are closed while another is shown by its fsync.
+#[test]
+fn what_is_closed_after_an_fsync_takes_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let first = begin(&rig, &[1; 5000], libc::O_TRUNC);
+    let second = begin(&rig, &[2; 6000], libc::O_TRUNC);
+    assert_eq!(rig.fsync(&second), Ok(()));
+    close(&rig, &first);
+    rig.store().release(&first);
+    assert_eq!(rig.read(rig.find("f").unwrap(), 5000), Ok(vec![1; 5000]));
+    close(&rig, &second);
+    rig.store().release(&second);
+    assert_eq!(rig.read(rig.find("f").unwrap(), 5000), Ok(vec![1; 5000]));
+    rig.stop();
+}
