@@ -294,7 +294,17 @@ impl Pool {
 
     /// A client can map it from now on.
     pub(super) fn watch(&self, lent: Weak<Inner>) {
-        self.state.lock().watched.push_back(lent);
+        let watched = &mut self.state.lock().watched;
+        if watched.len() == watched.capacity() {
+            // As many as live on, and not all that ever were.
+            watched.retain(|slab| slab.strong_count() > 0);
+        }
+        watched.push_back(lent);
+    }
+
+    #[cfg(test)]
+    pub(super) fn watched(&self) -> usize {
+        self.state.lock().watched.len()
     }
 
     /// The last share of a slab is gone.
@@ -416,8 +426,12 @@ impl Pool {
     /// Takes back what clients have made slabs grow by that hold files.
     fn look_at_watched(&self) -> usize {
         let mut state = self.state.lock();
-        let some = state.watched.len().min(LOOK_MAX);
-        let watched: Vec<_> = state.watched.drain(..some).filter_map(|slab| slab.upgrade()).collect();
+        let mut watched = Vec::new();
+        while watched.len() < LOOK_MAX
+            && let Some(slab) = state.watched.pop_front()
+        {
+            watched.extend(slab.upgrade());
+        }
         drop(state);
         let trimmed = watched.iter().filter(|slab| slab.trim()).count();
         let mut state = self.state.lock();

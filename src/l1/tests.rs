@@ -338,6 +338,27 @@ fn what_a_client_collapses_is_cut_to_what_is_counted() {
     }
 }
 
+/// Each slab that was ever lent stayed in the list, which grew faster than one tending looked through it.
+#[test]
+fn what_is_no_file_any_more_is_not_watched() {
+    let pool = pool(|config| config.strict = true);
+    let lent = || {
+        let slab = pool.slab(16, HERE).expect("a slab");
+        slab.mark_lent(HERE);
+        slab
+    };
+    let files: Vec<Slab> = (0..3).map(|_| lent()).collect();
+    for _ in 0..2000 {
+        drop(lent());
+    }
+    assert!(pool.watched() < 100, "{} are watched", pool.watched());
+    pool.tend();
+    assert_eq!(pool.watched(), files.len());
+    drop(files);
+    pool.tend();
+    assert_eq!(pool.watched(), 0);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Slab { pages: u32, owner: u32 },
