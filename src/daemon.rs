@@ -557,4 +557,6 @@ mod late_release_tests;
 #[cfg(test)]
 mod stale_tests;
 #[cfg(test)]
+mod stand_in_tests;
+#[cfg(test)]
 mod tests;

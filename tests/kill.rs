@@ -278,8 +278,10 @@ impl Writer {
                     let shared = whole.len().min(content.len()).min(8);
                     whole[..shared] == content[..shared]
                 });
+                let differs: Vec<_> =
+                    known.clone().map(|version| parts_that_differ(&content, &version.content())).collect();
                 panic!(
-                    "{what}: n{at} of {} has {} bytes that are no version of it, but of {is:?}; durable was {:?}, then {:?}",
+                    "{what}: n{at} of {} has {} bytes that are no version of it, but of {is:?}; it differs from each at {differs:?}; durable was {:?}, then {:?}",
                     self.dir.display(),
                     content.len(),
                     name.durable,
@@ -310,6 +312,19 @@ impl Writer {
         }
         (files, pages)
     }
+}
+
+/// Where two contents differ, as offset and length, a few equal bytes between two differing ones taken in.
+fn parts_that_differ(left: &[u8], right: &[u8]) -> Vec<(usize, usize)> {
+    let mut parts: Vec<(usize, usize)> = Vec::new();
+    for at in (0..left.len().min(right.len())).filter(|&at| left[at] != right[at]) {
+        match parts.last_mut() {
+            Some((from, len)) if at - (*from + *len) < 16 => *len = at + 1 - *from,
+            _ => parts.push((at, 1)),
+        }
+    }
+    parts.truncate(8);
+    parts
 }
 
 fn number(key: &str, otherwise: u64) -> u64 {

@@ -461,6 +461,10 @@ impl Core {
         if let (Some(heir), Some(seq)) = (successor, inherited.chain(queued).min()) {
             self.inherit(heir, seq);
         }
+        let heir = successor.map(|new| self.id(new));
+        if let Some(hot) = &mut self.node_mut(idx).hot {
+            hot.heir = heir;
+        }
         let parent = self.node(idx).parent;
         self.tree.unlink(idx);
         self.node_mut(idx).set(MOVED, by_us);
@@ -473,8 +477,9 @@ impl Core {
             None => Vec::new(),
         };
         old.extend(self.take_replaced(idx));
-        // What is on its way to the device and still the base of its successor will have a record, too.
-        let coming = self.hot(idx).is_some_and(|hot| hot.based > 0) && self.in_write_back(idx);
+        // What is on its way to the device while its successor is not complete will have a record, too.
+        let building = successor.is_some_and(|new| matches!(self.hot_mut(new).phase, Phase::Open));
+        let coming = building && self.in_write_back(idx);
         if self.node(idx).has(DURABLE) || coming {
             old.push(self.id(idx));
         }
@@ -502,8 +507,8 @@ impl Core {
                 self.heirs.remove(&id);
                 continue;
             };
-            // Nobody sees it yet; or it still shows the bytes of the one before, which are stored for it.
-            if !self.node(idx).has(NAMED) || self.hot(idx).is_some_and(|hot| hot.base.is_some()) {
+            // Nobody sees it yet; or it is not complete, and the one before is stored in its place.
+            if !self.node(idx).has(NAMED) || !self.hot_mut(idx).sealed() {
                 continue;
             }
             if self.hot_mut(idx).write_back == WriteBack::None {
@@ -514,11 +519,37 @@ impl Core {
         any
     }
 
+    /// Whether `idx`, which has lost its name, is what a crash brings back all the same: whole, as it was published,
+    /// while the version that took the name is under construction (rule R1).
+    pub fn stands_in(&self, idx: Idx) -> bool {
+        let coming = |hot: &&Hot| hot.superseded && hot.write_back != WriteBack::None;
+        let Some(hot) = self.hot(idx).filter(coming) else { return false };
+        let heir = hot.heir.and_then(|heir| self.tree.nodes.by_id(heir));
+        heir.is_some_and(|heir| {
+            let built = heir.hot.as_ref().is_some_and(|hot| matches!(hot.phase, Phase::Open));
+            built && heir.has(NAMED) && !self.node(idx).has(super::node::LOST)
+        })
+    }
+
+    /// The version that has the name now that `idx` had, if there is one.
+    pub fn heir_of(&self, idx: Idx) -> Option<Idx> {
+        let next = |idx: Idx| self.hot(idx).and_then(|hot| hot.heir).and_then(|id| self.by_id(id));
+        let mut at = next(idx)?;
+        while !self.node(at).has(NAMED) {
+            at = next(at)?;
+        }
+        Some(at)
+    }
+
     /// Has the records of `ids` stand until that of `new` is there.
     pub fn supersede(&mut self, new: Idx, ids: Vec<NodeId>) {
         let new_id = self.id(new);
         for id in &ids {
-            let Some(parent) = self.by_id(*id).map(|idx| self.node(idx).parent) else { continue };
+            let Some(idx) = self.by_id(*id) else { continue };
+            if let Some(hot) = &mut self.node_mut(idx).hot {
+                (hot.heir, hot.superseded) = (Some(new_id), true);
+            }
+            let parent = self.node(idx).parent;
             let Some(dir) = self.tree.nodes.get_mut(parent).and_then(Node::dir_mut) else { continue };
             if dir.replacing.last() == Some(&new_id) {
                 continue;
@@ -569,6 +600,9 @@ impl Core {
             {
                 self.forget_entry(seq, id);
             }
+            if let Some(hot) = self.by_id(id).and_then(|idx| self.node_mut(idx).hot.as_mut()) {
+                hot.superseded = false;
+            }
             // What is still open keeps its place after the record is gone, so it does not count as leaving.
             let (device, pages) = match self.by_id(id) {
                 Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => {
@@ -608,7 +642,7 @@ impl Core {
     /// Frees a node that nothing refers to any more: no name, no record, nobody who has it open.
     pub fn reap(&mut self, idx: Idx) {
         let Some(node) = self.tree.nodes.get(idx) else { return };
-        if idx == ROOT || node.has(NAMED | DURABLE) {
+        if idx == ROOT || node.has(NAMED | DURABLE) || self.stands_in(idx) {
             return;
         }
         if let Some(hot) = &node.hot
@@ -668,16 +702,6 @@ impl Core {
         let Some(base) = self.by_id(base) else { return };
         let hot = self.hot_mut(base);
         hot.based = hot.based.saturating_sub(1);
-        if hot.based == 0 && !self.node(base).has(NAMED) {
-            // Nothing stores it any more. Who waits for what it held waits for the version that holds it now.
-            let waiting = std::mem::take(&mut self.hot_mut(base).fsyncs);
-            if !waiting.is_empty() && self.node(idx).has(NAMED) {
-                let seq = self.store_soon(idx);
-                self.hot_mut(idx).fsyncs.extend(waiting.into_iter().map(|(_, reply)| (seq, reply)));
-            } else {
-                self.hot_mut(base).fsyncs = waiting;
-            }
-        }
         self.reap(base);
     }
 

@@ -266,6 +266,12 @@ pub struct Hot {
     pub base: Option<NodeId>,
     /// How many copy-on-write versions show this one's bytes.
     pub based: u32,
+    /// The version of which this one was made by copy-on-write.
+    pub origin: Option<NodeId>,
+    /// The version that has taken its name.
+    pub heir: Option<NodeId>,
+    /// Its record, if it has or gets one, goes when that of its heir is there.
+    pub superseded: bool,
     pub reads: Vec<PendingRead>,
     pub lookups: Vec<PendingLookup>,
     /// fsyncs, each with the number in the publish queue whose commit it waits for.
@@ -342,6 +348,9 @@ impl Hot {
             supersedes: Vec::new(),
             base: None,
             based: 0,
+            origin: None,
+            heir: None,
+            superseded: false,
             reads: Vec::new(),
             lookups: Vec::new(),
             fsyncs: Vec::new(),

@@ -298,7 +298,7 @@ impl Core {
         (node.atime, node.mtime, node.ctime) = times;
         node.xattrs = xattrs;
         let mut hot = Hot::new(Phase::Open);
-        hot.base = Some(old_id);
+        (hot.base, hot.origin) = (Some(old_id), Some(old_id));
         node.hot = Some(Box::new(hot));
         self.hot_mut(old).based += 1;
         self.drop_name(old, Some(new), true);
@@ -333,6 +333,8 @@ impl Core {
         self.hot_mut(old).held -= 1;
         self.supersede(old, supersedes.into_iter().filter(|id| *id != old_id).collect());
         self.tree.link(old, parent, &name);
+        let hot = self.hot_mut(old);
+        (hot.heir, hot.superseded) = (None, false);
         self.leave_to(new_id, old);
         let node = self.node_mut(old);
         (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;

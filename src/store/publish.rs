@@ -6,7 +6,7 @@ use nix::errno::Errno;
 
 use super::core::Core;
 use super::hot::{BLOCK, BlockIo, Mem, Phase, WriteBack, block_len, blocks_for};
-use super::node::{Idx, Kind, LOST, META_DIRTY, MOVED, NAMED, NONE, NodeId};
+use super::node::{DURABLE, Idx, Kind, LOST, META_DIRTY, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
 use super::patience::Once;
 use super::{Store, UnitReply};
@@ -245,14 +245,10 @@ impl Core {
         if self.poisoned {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
-        // A name or attribute that changed on a version without bytes of its own belongs to the original's record.
-        let without_bytes: Vec<Idx> = self
-            .building
-            .values()
-            .filter_map(|id| self.by_id(*id))
-            .filter(|&idx| self.node(idx).has(NAMED) && self.hot(idx).is_some_and(|hot| hot.base.is_some()))
-            .collect();
-        for idx in without_bytes {
+        // What is under construction is no part of this, but the names it was given are.
+        let building = self.building.values().filter_map(|id| self.by_id(*id));
+        let named: Vec<Idx> = building.filter(|&idx| self.node(idx).has(NAMED)).collect();
+        for idx in named {
             self.stand_in(idx);
         }
         self.queue.push(Work::Barrier(Barrier { reply, once, since: None }));
@@ -303,24 +299,62 @@ impl Core {
     /// Whose record makes durable what `idx` shows: a copy-on-write version that nobody wrote to has no bytes of its
     /// own, so that is the original's, under the name and with the attributes that it goes by now.
     fn stand_in(&mut self, idx: Idx) -> Idx {
-        let Some(base) = self.hot(idx).and_then(|hot| hot.base).and_then(|base| self.by_id(base)) else {
-            return idx;
+        let base = self.hot(idx).and_then(|hot| hot.base).and_then(|base| self.by_id(base));
+        if let Some(base) = base {
+            let node = self.node(idx);
+            let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
+            let xattrs = node.xattrs.clone();
+            let node = self.node_mut(base);
+            if (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) != attributes
+                || node.xattrs != xattrs
+            {
+                (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
+                node.xattrs = xattrs;
+                self.changed(base);
+            }
+        }
+        self.settle_names(idx);
+        base.unwrap_or(idx)
+    }
+
+    /// What a crash brings back for `idx`, which is under construction, goes by the name that this has now: what it was
+    /// made of, or else what had this name before. What waits for it under a name that it has left has lost that name.
+    fn settle_names(&mut self, idx: Idx) {
+        let Some(hot) = self.hot(idx).filter(|hot| !hot.sealed() && !hot.supersedes.is_empty()) else {
+            return;
         };
         let node = self.node(idx);
-        let (parent, name) = ((node.parent, node.parent_generation), node.name.clone());
-        let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
-        let xattrs = node.xattrs.clone();
-        let node = self.node_mut(base);
-        let same = ((node.parent, node.parent_generation), &node.name, &node.xattrs)
-            == (parent, &name, &xattrs)
-            && (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) == attributes;
-        if !same {
-            (node.parent, node.parent_generation) = parent;
-            (node.name, node.xattrs) = (name, xattrs);
-            (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
-            self.changed(base);
+        let is_here = |id: &NodeId| {
+            self.tree.nodes.by_id(*id).is_some_and(|old| {
+                (old.parent, old.parent_generation, &old.name)
+                    == (node.parent, node.parent_generation, &node.name)
+            })
+        };
+        let (here, elsewhere): (Vec<NodeId>, Vec<NodeId>) = hot.supersedes.iter().partition(|id| is_here(id));
+        if elsewhere.is_empty() {
+            return;
         }
-        base
+        let Some(origin) = hot.origin.filter(|id| elsewhere.contains(id)).and_then(|id| self.by_id(id))
+        else {
+            self.hot_mut(idx).supersedes = here;
+            return self.remove_records(elsewhere);
+        };
+        let (seq, parent, generation) = (node.seq, node.parent, node.parent_generation);
+        let name = node.name.clone();
+        let node = self.node_mut(origin);
+        // The place in the directory, too: among the others there, its own may be another's.
+        (node.seq, node.parent, node.parent_generation, node.name) = (seq, parent, generation, name);
+        let origin_id = self.id(origin);
+        self.hot_mut(idx).supersedes = Vec::new();
+        self.supersede(idx, vec![origin_id]);
+        let others: Vec<NodeId> =
+            here.into_iter().chain(elsewhere).filter(|other| *other != origin_id).collect();
+        if self.node(origin).has(DURABLE) {
+            self.changed(origin);
+            self.remove_records(others);
+        } else {
+            self.supersede(origin, others);
+        }
     }
 
     /// Whether a file under construction has bytes that could go to the device early.

@@ -146,6 +146,8 @@ impl Core {
                     let (answered, later): (Vec<_>, Vec<_>) =
                         waiting.into_iter().partition(|(seq, _)| *seq <= entry.seq);
                     hot.fsyncs = later;
+                    let answered = if stored { answered } else { self.pass_on(idx, answered) };
+                    let hot = self.hot_mut(idx);
                     let supersedes = if stored { std::mem::take(&mut hot.supersedes) } else { Vec::new() };
                     commit.replies.extend(answered.into_iter().map(|(_, reply)| (reply, Ok(()))));
                     if stored {
@@ -193,9 +195,24 @@ impl Core {
         commit
     }
 
-    fn is_wanted(&self, idx: Idx) -> bool {
+    /// The fsyncs of a version that is not stored any more wait for the one that has its name now: until that is
+    /// durable, a crash would bring back what was there before both. Those that need not wait are returned.
+    fn pass_on(&mut self, idx: Idx, fsyncs: Vec<(u64, UnitReply)>) -> Vec<(u64, UnitReply)> {
+        let heir = self.heir_of(idx).filter(|&heir| !self.node(heir).has(DURABLE | LOST));
+        let Some(heir) = heir.filter(|_| !fsyncs.is_empty()) else { return fsyncs };
+        let seq = match self.hot_mut(heir).write_back {
+            WriteBack::Queued(seq) => seq,
+            WriteBack::None => self.store_soon(heir),
+        };
+        self.hot_mut(heir).fsyncs.extend(fsyncs.into_iter().map(|(_, reply)| (seq, reply)));
+        Vec::new()
+    }
+
+    /// Whether a file in the publish queue is to be stored.
+    pub fn is_wanted(&self, idx: Idx) -> bool {
         let node = self.node(idx);
-        !node.has(LOST) && (node.has(NAMED) || self.hot(idx).is_some_and(|hot| hot.based > 0))
+        let based = self.hot(idx).is_some_and(|hot| hot.based > 0);
+        !node.has(LOST) && (node.has(NAMED) || based || self.stands_in(idx))
     }
 
     /// The records are on the device, or never will be.

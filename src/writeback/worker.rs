@@ -15,7 +15,7 @@ use crate::memory::{AlignedBuf, Span};
 use crate::store::Store;
 use crate::store::core::Core;
 use crate::store::hot::{BLOCK, BlockIo, Place, WriteBack, block_len, blocks_for};
-use crate::store::node::{DURABLE, Idx, LOST, NAMED, NodeId};
+use crate::store::node::{DURABLE, Idx, LOST, NodeId};
 use crate::store::promote::crc_of;
 
 /// Bytes on their way to the devices at one time: deep enough for the fastest drive, and no more, since what has
@@ -107,11 +107,7 @@ impl Core {
 
     /// Starts entry `seq`, or the next part of it.
     fn start(&mut self, seq: u64, id: NodeId) -> Started {
-        let alive = self.by_id(id).filter(|&idx| {
-            let node = self.node(idx);
-            !node.has(LOST) && (node.has(NAMED) || self.hot(idx).is_some_and(|hot| hot.based > 0))
-        });
-        let Some(idx) = alive else {
+        let Some(idx) = self.by_id(id).filter(|&idx| self.is_wanted(idx)) else {
             self.forget_entry(seq, id);
             return Started::Nothing;
         };
