@@ -5,6 +5,7 @@ use nix::errno::Errno;
 
 use super::tests::Rig;
 use super::*;
+use crate::store::attr::Change;
 use crate::store::node::ROOT_INO;
 use crate::store::{Answer, Attr, Caller, Handle, Opened};
 
@@ -198,7 +199,9 @@ fn what_was_made_for_one_open_is_not_opened_by_another() {
 
     // Kept for a reader, the file is no more to be changed than before.
     let old = find(&rig, "g", &caller).unwrap();
+    assert_eq!(rig.drain(), Ok(()));
     rig.store().unlink(ROOT_INO, b"g", &caller).unwrap();
+    assert_eq!(rig.drain(), Ok(()));
     assert_eq!(rig.store().open(old, libc::O_RDONLY, &caller).err(), Some(Errno::ESTALE));
     rig.write("g", &[7; SIZE]);
     let new = find(&rig, "g", &caller).unwrap();
@@ -220,5 +223,48 @@ fn what_is_gone_has_the_attributes_that_it_had() {
     assert_eq!((attr.ino, attr.size, attr.nlink, attr.ttl), (ino, SIZE as u64, 0, Duration::ZERO));
     assert_eq!(rig.store().open(ino, libc::O_RDONLY, &caller).err(), Some(Errno::ESTALE));
     assert_eq!(find(&rig, "f", &caller), Err(Errno::ENOENT));
+    rig.stop();
+}
+
+/// A file without a name may be written to until it is closed: it does not go back to what it was before.
+#[test]
+fn what_is_gone_has_the_attributes_that_it_had_in_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let caller = client(1, 0);
+    let handle = create(&rig, "f", libc::O_RDWR, &caller).unwrap();
+    rig.store().unlink(ROOT_INO, b"f", &caller).unwrap();
+    let (tell, told) = channel();
+    rig.store().write(&handle, 0, &[7; SIZE], Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(told.recv().unwrap(), Ok(SIZE as u32));
+    let mode = Change { mode: Some(0o600), ..Change::default() };
+    rig.store().setattr(handle.ino, mode).unwrap();
+    let last = rig.store().getattr(handle.ino).unwrap();
+    rig.store().release(&handle);
+    assert_eq!(rig.store().snapshot().files, 0);
+    let after = rig.store().getattr(handle.ino).unwrap();
+    assert_eq!((after.size, after.mode, after.mtime), (SIZE as u64, 0o600, last.mtime));
+    rig.stop();
+}
+
+/// Of what was replaced by something that has vanished, nothing is said either: the kernel may believe in the name still.
+#[test]
+fn what_vanished_with_its_successor_has_no_attributes() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let caller = client(1, 0);
+    rig.write("f", &[7; SIZE]);
+    assert_eq!(rig.drain(), Ok(()));
+    let first = find(&rig, "f", &caller).unwrap();
+    rig.faults.fail_next(crate::l2::Direction::Write, 1, libc::EIO);
+    let handle = open(&rig, "f", libc::O_WRONLY | libc::O_TRUNC, &caller).unwrap();
+    let (tell, told) = channel();
+    rig.store().write(&handle, 0, &[8; SIZE], Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(told.recv().unwrap(), Ok(SIZE as u32));
+    rig.store().release(&handle);
+    assert_eq!(rig.drain(), Err(Errno::EIO));
+    assert_eq!(rig.drain(), Ok(()));
+    assert_eq!(find(&rig, "f", &caller), Err(Errno::ENOENT));
+    assert_eq!(rig.store().getattr(first).err(), Some(Errno::ESTALE));
     rig.stop();
 }

@@ -133,14 +133,31 @@ impl Core {
         }
         let (own, shown, uid) = (self.id(idx).0, self.ino(idx), node.uid);
         let Some((parent, name)) = self.place_of(idx) else { return };
-        // Without a name, and for this once.
-        let attr = Attr { nlink: 0, ttl: Duration::ZERO, ..self.attr(idx) };
+        let attr = self.last_attr(idx);
         let successor = successor.map(|idx| self.id(idx));
         let former = Former { parent, name, uid, attr, by_us, successor };
         if shown != own {
             self.gone.push(shown, former.clone());
         }
         self.gone.push(own, former);
+    }
+
+    /// What is said of `idx` once it is gone: without a name, and for this once.
+    fn last_attr(&self, idx: Idx) -> Attr {
+        Attr { nlink: 0, ttl: Duration::ZERO, ..self.attr(idx) }
+    }
+
+    /// A version without a name goes now. It may have been written to since it lost that.
+    pub fn remember_end(&mut self, idx: Idx) {
+        let numbers = [self.id(idx).0, self.ino(idx)];
+        if numbers.iter().any(|number| self.gone.names.contains_key(number)) {
+            let attr = self.last_attr(idx);
+            for number in numbers {
+                if let Some(former) = self.gone.names.get_mut(&number) {
+                    former.attr = attr;
+                }
+            }
+        }
     }
 
     /// The version that was `gone` has left its place to `successor` after all.
@@ -179,12 +196,20 @@ impl Core {
         (node.kind() == Kind::File && node.uid == uid).then_some(now)
     }
 
-    /// The attributes that a version had when it lost its name. What a lookup found may be asked for them though it was
+    /// The attributes that a version had in the end. What a lookup found may be asked for them though it was
     /// unlinked or replaced since, as on any file system: a second ESTALE, after a second lookup, would reach the user.
     /// What has vanished (rules R6, R8) has none: the kernel may believe in its name for a while.
     pub fn former_attr(&self, ino: u64) -> Option<Attr> {
-        let former = self.gone.names.get(&ino)?;
-        (!former.by_us || former.successor.is_some()).then_some(former.attr)
+        let first = self.gone.names.get(&ino)?;
+        let mut former = first;
+        for _ in 0..SUCCESSORS {
+            let Some(successor) = former.successor else { break };
+            if self.by_id(successor).is_some() {
+                return Some(first.attr);
+            }
+            former = self.gone.names.get(&successor.0)?;
+        }
+        (!former.by_us).then_some(first.attr)
     }
 
     /// The answer to an open of a version that is gone.

@@ -655,6 +655,7 @@ impl Core {
         {
             return;
         }
+        self.remember_end(idx);
         self.unlist(idx);
         self.stop_building(idx);
         self.drop_base(idx);
