@@ -319,6 +319,7 @@ fn long_files_of_nothing_count() {
             handle.ino,
             true,
             900 << 20,
+            Default::default(),
             &caller,
             Box::new(move |result| tell.send(result).unwrap()),
         );

@@ -33,7 +33,7 @@ fn what_was_fsynced_is_not_replaced_by_what_was_closed_before() {
         if shown_by_size {
             let (tell, told) = channel();
             let grown = Box::new(move |result: Result<_, _>| tell.send(result.map(|_| ())).unwrap());
-            rig.store().truncate(second.ino, true, 2 << 20, &Rig::caller(), grown);
+            rig.store().truncate(second.ino, true, 2 << 20, Default::default(), &Rig::caller(), grown);
             assert_eq!(told.recv().unwrap(), Ok(()));
         } else {
             assert_eq!(rig.fsync(&second), Ok(()));

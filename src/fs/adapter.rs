@@ -306,20 +306,13 @@ impl Filesystem for KvFs {
             ctime: ctime.map(nanos),
         };
         let Some(size) = size else { return reply_attr(reply, self.store.setattr(ino.0, change)) };
-        let store = self.store.clone();
-        let only_size = mode.or(uid).or(gid).is_none() && change.atime.or(change.mtime).is_none();
         self.store.truncate(
             ino.0,
             fh.is_some(),
             size,
+            change,
             &caller(req),
-            Box::new(move |result| {
-                let result = match result {
-                    Ok(_) if !only_size => store.setattr(ino.0, change),
-                    result => result,
-                };
-                reply_attr(reply, result);
-            }),
+            Box::new(move |result| reply_attr(reply, result)),
         );
     }
 

@@ -39,7 +39,7 @@ pub struct Entry {
 }
 
 /// What utimens, chmod and chown may change.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Change {
     pub mode: Option<u32>,
     pub uid: Option<u32>,
@@ -192,6 +192,25 @@ impl Core {
         }
     }
 
+    pub fn set_attributes(&mut self, idx: Idx, change: &Change) {
+        let node = self.node_mut(idx);
+        if let Some(mode) = change.mode {
+            node.mode = (mode & 0o7777) as u16;
+        }
+        if (change.uid.is_some() || change.gid.is_some())
+            && change.mode.is_none()
+            && node.kind() == Kind::File
+        {
+            node.mode = without_set_id(node.mode);
+        }
+        node.uid = change.uid.unwrap_or(node.uid);
+        node.gid = change.gid.unwrap_or(node.gid);
+        node.atime = change.atime.unwrap_or(node.atime);
+        node.mtime = change.mtime.unwrap_or(node.mtime);
+        node.ctime = change.ctime.unwrap_or_else(now);
+        self.changed(idx);
+    }
+
     pub fn is_durable(&self, idx: Idx) -> bool {
         let node = self.node(idx);
         node.has(COMMITTED)
@@ -287,25 +306,8 @@ impl Store {
     pub fn setattr(self: &Arc<Self>, ino: u64, change: Change) -> Result<Attr, Errno> {
         self.with(|core| {
             let idx = core.resolve(ino)?;
-            let node = core.node_mut(idx);
-            if let Some(mode) = change.mode {
-                node.mode = (mode & 0o7777) as u16;
-            }
-            if (change.uid.is_some() || change.gid.is_some())
-                && change.mode.is_none()
-                && node.kind() == Kind::File
-            {
-                node.mode = without_set_id(node.mode);
-            }
-            node.uid = change.uid.unwrap_or(node.uid);
-            node.gid = change.gid.unwrap_or(node.gid);
-            node.atime = change.atime.unwrap_or(node.atime);
-            node.mtime = change.mtime.unwrap_or(node.mtime);
-            node.ctime = change.ctime.unwrap_or_else(now);
-            core.changed(idx);
-            let mut attr = core.attr(idx);
-            attr.ino = ino;
-            Ok(attr)
+            core.set_attributes(idx, &change);
+            Ok(Attr { ino, ..core.attr(idx) })
         })
     }
 

@@ -15,7 +15,7 @@ use std::time::Instant;
 use nix::errno::Errno;
 use smallvec::SmallVec;
 
-use super::attr::Attr;
+use super::attr::{self, Attr};
 use super::core::{Core, now};
 use super::crc::{Running, crc_of_state, crc_state};
 use super::hot::{BLOCK, BLOCK_PAGES, Hot, Mem, block_len};
@@ -47,6 +47,8 @@ pub enum Change {
         size: u64,
         ino: u64,
         by_path: bool,
+        /// What else is asked for in the same call.
+        more: attr::Change,
         reply: AttrReply,
     },
     Zero {
@@ -335,6 +337,7 @@ impl Store {
         ino: u64,
         with_handle: bool,
         size: u64,
+        more: attr::Change,
         caller: &Caller,
         reply: AttrReply,
     ) {
@@ -349,7 +352,7 @@ impl Store {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };
-        self.change(id, Change::Truncate { size, ino, by_path: !with_handle, reply });
+        self.change(id, Change::Truncate { size, ino, by_path: !with_handle, more, reply });
     }
 
     pub fn fallocate(self: &Arc<Self>, handle: &Handle, offset: u64, len: u64, mode: i32, reply: UnitReply) {
@@ -431,11 +434,11 @@ impl Store {
                 Tried::Done(result) => reply(result),
                 Tried::Wait { loading } => return Some((Change::Write { offset, data, reply }, loading)),
             },
-            Change::Truncate { size, ino, by_path, reply } => {
-                match self.tried(|core| core.try_truncate(id, ino, size, by_path)) {
+            Change::Truncate { size, ino, by_path, more, reply } => {
+                match self.tried(|core| core.try_truncate(id, ino, size, by_path, &more)) {
                     Tried::Done(result) => reply(result),
                     Tried::Wait { loading } => {
-                        return Some((Change::Truncate { size, ino, by_path, reply }, loading));
+                        return Some((Change::Truncate { size, ino, by_path, more, reply }, loading));
                     }
                 }
             }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use nix::errno::Errno;
 
 use super::again::{Expected, Intent};
-use super::attr::Attr;
+use super::attr::{self, Attr};
 use super::change::Stop;
 use super::core::{Core, now};
 use super::hot::{BLOCK, Block, Mem, Phase, Place, block_len};
@@ -179,9 +179,21 @@ impl Core {
     }
 
     /// What is truncated by path may be gone as soon as that is over: its attributes are what they were then.
-    pub fn try_truncate(&mut self, id: NodeId, ino: u64, size: u64, by_path: bool) -> Result<Attr, Stop> {
-        let result =
-            self.truncate(id, size).map(|()| Attr { ino, ttl: Duration::ZERO, ..self.attr(id.idx()) });
+    pub fn try_truncate(
+        &mut self,
+        id: NodeId,
+        ino: u64,
+        size: u64,
+        by_path: bool,
+        more: &attr::Change,
+    ) -> Result<Attr, Stop> {
+        let result = self.truncate(id, size).and_then(|()| {
+            let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+            if *more != attr::Change::default() {
+                self.set_attributes(idx, more);
+            }
+            Ok(Attr { ino, ttl: Duration::ZERO, ..self.attr(idx) })
+        });
         if by_path && matches!(result, Ok(_) | Err(Stop::Fail(_))) {
             self.end_truncate(id);
         }

@@ -359,8 +359,17 @@ impl Client {
                     let size = self.rng.below(open.content.len() + 100_000);
                     open.content.resize(size, 0);
                     self.may(path, open.version());
-                    answer(|reply| self.store.truncate(handle.ino, true, size as u64, &caller(), reply))
-                        .map(|_| ())?;
+                    answer(|reply| {
+                        self.store.truncate(
+                            handle.ino,
+                            true,
+                            size as u64,
+                            Default::default(),
+                            &caller(),
+                            reply,
+                        )
+                    })
+                    .map(|_| ())?;
                 }
                 1 if !open.content.is_empty() => {
                     let at = self.rng.below(open.content.len());
@@ -430,7 +439,7 @@ impl Client {
         self.may(&path, Self::version(content, &old.found.attributes, file, in_place, old.slot));
         let store = self.store.clone();
         let result = again(&self.store, &path, &mut |ino| {
-            answer(|reply| store.truncate(ino, false, size as u64, &caller(), reply))
+            answer(|reply| store.truncate(ino, false, size as u64, Default::default(), &caller(), reply))
         });
         match result {
             Ok(_) => self.sometimes_fsync(&path),

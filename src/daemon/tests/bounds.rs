@@ -81,7 +81,7 @@ impl Rig {
         let reply = Box::new(move |result: Result<crate::store::Attr, Errno>| {
             let _ = tell.send(result.map(|_| ()));
         });
-        self.store().truncate(handle.ino, true, size, &Self::caller(), reply);
+        self.store().truncate(handle.ino, true, size, Default::default(), &Self::caller(), reply);
         assert_eq!(answer(&told, "a truncation"), Ok(()));
     }
 
