@@ -256,6 +256,16 @@ impl Core {
     }
 }
 
+impl Core {
+    /// Answers a change that has waited in vain.
+    pub fn give_up_waiting(&mut self, waiter: Waiter, errno: Errno) {
+        if matches!(waiter.change, Change::Truncate { by_path: true, .. }) {
+            self.end_truncate(waiter.id);
+        }
+        self.reply(move || waiter.change.fail(errno));
+    }
+}
+
 /// What came of trying.
 enum Tried<T> {
     Done(Result<T, Errno>),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::Store;
-use super::change::{Change, Waiter};
+use super::change::Waiter;
 use super::core::Core;
 use super::node::NodeId;
 
@@ -52,10 +52,7 @@ impl Core {
             self.event(
                 "a write waited for room until its deadline, in which the devices took nothing".to_owned(),
             );
-            if matches!(waiter.change, Change::Truncate { by_path: true, .. }) {
-                self.end_truncate(waiter.id);
-            }
-            self.reply(move || waiter.change.fail(Errno::EIO));
+            self.give_up_waiting(waiter, Errno::EIO);
             self.wakes.admission = true;
         }
     }
@@ -105,7 +102,7 @@ impl Store {
             let mut core = self.lock();
             if core.stopping {
                 for waiter in std::mem::take(&mut core.waiters) {
-                    core.reply(move || waiter.change.fail(Errno::EIO));
+                    core.give_up_waiting(waiter, Errno::EIO);
                 }
                 self.settle(core);
                 return;
