@@ -21,7 +21,16 @@ impl Served {
     pub fn join(self) -> io::Result<()> {
         let result = self.session.join();
         self.invalidator.stop();
-        result
+        end_of(result)
+    }
+}
+
+/// A connection that is over is no failure. It is mostly told by ENODEV, which the session takes for the end; a thread that
+/// is just taking a request hears ECONNABORTED.
+fn end_of(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.raw_os_error() == Some(libc::ECONNABORTED) => Ok(()),
+        result => result,
     }
 }
 
@@ -66,5 +75,17 @@ fn probe_passthrough(session: &Session<KvFs>, control: &Control) -> Result<(), S
         // The id stays for the life of the mount; it costs one descriptor in the kernel.
         Ok(_) => Ok(()),
         Err(error) => Err(format!("the kernel refuses it: {error}; it takes CAP_SYS_ADMIN")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_that_is_over_is_no_failure() {
+        let failed = |errno| Err(io::Error::from_raw_os_error(errno));
+        assert!(end_of(failed(libc::ECONNABORTED)).is_ok());
+        assert!(end_of(failed(libc::EIO)).is_err());
     }
 }
