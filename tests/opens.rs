@@ -269,14 +269,15 @@ fn version(seed: u64, at: u64, size: usize) -> Vec<u8> {
 const CUT: usize = 1000;
 
 /// Each eight bytes are where they belong in a version that some client may have made. Several versions may meet: what
-/// was created with O_CREAT alone is written where it is. Zeros are there only where `may_be_zero` says so.
-fn check_versions(bytes: &[u8], may_be_zero: usize) -> Result<(), String> {
-    for (at, word) in bytes.chunks_exact(8).enumerate() {
+/// was created with O_CREAT alone is written where it is. Zeros are there only below `may_be_zero`.
+fn check_versions(bytes: &[u8], from: usize, may_be_zero: usize) -> Result<(), String> {
+    for (at, word) in (from / 8..).zip(bytes.chunks_exact(8)) {
         let word = u64::from_le_bytes(word.try_into().unwrap());
         let (seed, step, place) = (word >> 56, (word >> 24) & 0xffff_ffff, word & 0xff_ffff);
         let written = (1..=MOVERS).contains(&seed) && step < steps() && place == at as u64;
-        if !written && !(word == 0 && at * 8 < may_be_zero) {
-            return Err(format!("{word:#x} at {} of {}", at * 8, bytes.len()));
+        let empty = word == 0 && at * 8 < may_be_zero;
+        if !(written || empty) {
+            return Err(format!("{word:#x} at {}", at * 8));
         }
     }
     Ok(())
@@ -289,10 +290,11 @@ fn read_version(path: &Path, size: usize) -> io::Result<Result<(), String>> {
     if ![0, CUT, size].contains(&len) {
         return Ok(Err(format!("{len} bytes")));
     }
-    Ok(check_versions(&bytes[..len], CUT))
+    Ok(check_versions(&bytes[..len], 0, CUT))
 }
 
-/// Maps it, and looks at the pages that there are. Behind the end of a file that was cut its page is zero.
+/// Maps it, and looks at the pages that there are. Those that the kernel asks for while the file is being cut come as
+/// zeros behind its new end, and are gone a moment later. (Where nothing was cut, none were seen.)
 fn map_version(path: &Path, size: usize) -> io::Result<Result<(), String>> {
     let mapping = Mapping::new(&File::open(path)?, size, false)?;
     let mut bytes = vec![0xff; size];
@@ -301,7 +303,10 @@ fn map_version(path: &Path, size: usize) -> io::Result<Result<(), String>> {
         Err(nix::errno::Errno::EFAULT) => 0,
         read => read?,
     };
-    Ok(check_versions(&bytes[..len], PAGE))
+    let pages = (0..len).step_by(PAGE).zip(bytes[..len].chunks(PAGE));
+    let written = |(at, page): &(usize, &[u8])| *at == 0 || page.iter().any(|byte| *byte != 0);
+    let may_be_zero = |at| if at == 0 { PAGE } else { 0 };
+    Ok(pages.filter(written).try_for_each(|(at, page)| check_versions(page, at, may_be_zero(at))))
 }
 
 /// One step of whoever opens, renames and removes names without a pause. What went wrong in it.
