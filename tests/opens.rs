@@ -268,45 +268,73 @@ fn version(seed: u64, at: u64, size: usize) -> Vec<u8> {
 /// A truncation leaves so much, and as many zeros where there was nothing.
 const CUT: usize = 1000;
 
-/// Each eight bytes are where they belong in a version that some client may have made. Several versions may meet: what
-/// was created with O_CREAT alone is written where it is. Zeros are there only below `may_be_zero`.
-fn check_versions(bytes: &[u8], from: usize, may_be_zero: usize) -> Result<(), String> {
-    for (at, word) in (from / 8..).zip(bytes.chunks_exact(8)) {
+/// What is found in a file.
+enum Seen {
+    /// Each eight bytes are where they belong in a version that some client may have made. Several versions may meet:
+    /// what was created with O_CREAT alone is written where it is.
+    Written,
+    /// So, but for zeros where no client writes any.
+    Zeros(usize),
+    Foreign(String),
+}
+
+/// Looks at what was read. There may be zeros below `may_be_zero`.
+fn seen(bytes: &[u8], may_be_zero: usize) -> Seen {
+    let mut seen = Seen::Written;
+    for (at, word) in bytes.chunks_exact(8).enumerate() {
         let word = u64::from_le_bytes(word.try_into().unwrap());
         let (seed, step, place) = (word >> 56, (word >> 24) & 0xffff_ffff, word & 0xff_ffff);
-        let written = (1..=MOVERS).contains(&seed) && step < steps() && place == at as u64;
-        let empty = word == 0 && at * 8 < may_be_zero;
-        if !(written || empty) {
-            return Err(format!("{word:#x} at {}", at * 8));
+        if word == 0 {
+            if at * 8 >= may_be_zero {
+                seen = Seen::Zeros(at * 8);
+            }
+        } else if !((1..=MOVERS).contains(&seed) && step < steps() && place == at as u64) {
+            return Seen::Foreign(format!("{word:#x} at {} of {}", at * 8, bytes.len()));
         }
     }
-    Ok(())
+    seen
+}
+
+/// Looks until there are no zeros. A look that a truncation overtakes, as on any file system, may find them behind the
+/// new end; but not again and again.
+fn look(mut read: impl FnMut() -> io::Result<Seen>) -> io::Result<Result<(), String>> {
+    let mut last = 0;
+    for _ in 0..100 {
+        match read()? {
+            Seen::Written => return Ok(Ok(())),
+            Seen::Foreign(what) => return Ok(Err(what)),
+            Seen::Zeros(at) => last = at,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(Err(format!("zeros at {last} stay")))
 }
 
 /// Reads all that there is in one request.
 fn read_version(path: &Path, size: usize) -> io::Result<Result<(), String>> {
+    let file = File::open(path)?;
     let mut bytes = vec![0xff; size + 8];
-    let len = File::open(path)?.read_at(&mut bytes, 0)?;
-    if ![0, CUT, size].contains(&len) {
-        return Ok(Err(format!("{len} bytes")));
-    }
-    Ok(check_versions(&bytes[..len], 0, CUT))
+    look(|| {
+        let len = file.read_at(&mut bytes, 0)?;
+        if ![0, CUT, size].contains(&len) {
+            return Ok(Seen::Foreign(format!("{len} bytes")));
+        }
+        Ok(seen(&bytes[..len], CUT))
+    })
 }
 
-/// Maps it, and looks at the pages that there are. Those that the kernel asks for while the file is being cut come as
-/// zeros behind its new end, and are gone a moment later. (Where nothing was cut, none were seen.)
+/// Maps it, and looks at the pages that there are. Behind the end of a file that was cut its page is zero.
 fn map_version(path: &Path, size: usize) -> io::Result<Result<(), String>> {
     let mapping = Mapping::new(&File::open(path)?, size, false)?;
     let mut bytes = vec![0xff; size];
-    let to = &mut [IoSliceMut::new(&mut bytes)];
-    let len = match process_vm_readv(getpid(), to, &[mapping.whole_range()]) {
-        Err(nix::errno::Errno::EFAULT) => 0,
-        read => read?,
-    };
-    let pages = (0..len).step_by(PAGE).zip(bytes[..len].chunks(PAGE));
-    let written = |(at, page): &(usize, &[u8])| *at == 0 || page.iter().any(|byte| *byte != 0);
-    let may_be_zero = |at| if at == 0 { PAGE } else { 0 };
-    Ok(pages.filter(written).try_for_each(|(at, page)| check_versions(page, at, may_be_zero(at))))
+    look(|| {
+        let to = &mut [IoSliceMut::new(&mut bytes)];
+        let len = match process_vm_readv(getpid(), to, &[mapping.whole_range()]) {
+            Err(nix::errno::Errno::EFAULT) => 0,
+            read => read?,
+        };
+        Ok(seen(&bytes[..len], PAGE))
+    })
 }
 
 /// One step of whoever opens, renames and removes names without a pause. What went wrong in it.
