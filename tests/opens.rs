@@ -250,6 +250,8 @@ fn no_mix_of_opens_fails() {
     mount.check_quiet();
 }
 
+const MOVERS: u64 = 5;
+
 /// How often each of five processes opens, renames or removes one of two names.
 fn steps() -> u64 {
     match std::env::var("KVCACHEFS_TEST_FULL") {
@@ -258,28 +260,118 @@ fn steps() -> u64 {
     }
 }
 
-/// One step of whoever opens, renames and removes names without a pause.
-fn step(dir: &Path, size: usize, random: &mut Random) -> Result<(), (&'static str, io::Error)> {
+/// A version that client `seed` makes in step `at`: each eight bytes tell whose they are and where they belong.
+fn version(seed: u64, at: u64, size: usize) -> Vec<u8> {
+    (0..size as u64 / 8).flat_map(|word| (seed << 56 | at << 24 | word).to_le_bytes()).collect()
+}
+
+/// A truncation leaves so much, and as many zeros where there was nothing.
+const CUT: usize = 1000;
+
+/// What is found in a file.
+enum Seen {
+    /// Each eight bytes are where they belong in a version that some client may have made. Several versions may meet:
+    /// what was created with O_CREAT alone is written where it is.
+    Written,
+    /// So, but for zeros where no client writes any.
+    Zeros(usize),
+    Foreign(String),
+}
+
+/// Looks at what was read. There may be zeros below `may_be_zero`.
+fn seen(bytes: &[u8], may_be_zero: usize) -> Seen {
+    let mut seen = Seen::Written;
+    for (at, word) in bytes.chunks_exact(8).enumerate() {
+        let word = u64::from_le_bytes(word.try_into().unwrap());
+        let (seed, step, place) = (word >> 56, (word >> 24) & 0xffff_ffff, word & 0xff_ffff);
+        if word == 0 {
+            if at * 8 >= may_be_zero {
+                seen = Seen::Zeros(at * 8);
+            }
+        } else if !((1..=MOVERS).contains(&seed) && step < steps() && place == at as u64) {
+            return Seen::Foreign(format!("{word:#x} at {} of {}", at * 8, bytes.len()));
+        }
+    }
+    seen
+}
+
+/// Looks until there are no zeros. A look that a truncation overtakes, as on any file system, may find them behind the
+/// new end; but not again and again.
+fn look(mut read: impl FnMut() -> io::Result<Seen>) -> io::Result<Result<(), String>> {
+    let mut last = 0;
+    for _ in 0..100 {
+        match read()? {
+            Seen::Written => return Ok(Ok(())),
+            Seen::Foreign(what) => return Ok(Err(what)),
+            Seen::Zeros(at) => last = at,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(Err(format!("zeros at {last} stay")))
+}
+
+/// Reads all that there is in one request.
+fn read_version(path: &Path, size: usize) -> io::Result<Result<(), String>> {
+    let file = File::open(path)?;
+    let mut bytes = vec![0xff; size + 8];
+    look(|| {
+        let len = file.read_at(&mut bytes, 0)?;
+        if ![0, CUT, size].contains(&len) {
+            return Ok(Seen::Foreign(format!("{len} bytes")));
+        }
+        Ok(seen(&bytes[..len], CUT))
+    })
+}
+
+/// Maps it, and looks at the pages that there are. Behind the end of a file that was cut its page is zero.
+fn map_version(path: &Path, size: usize) -> io::Result<Result<(), String>> {
+    let mapping = Mapping::new(&File::open(path)?, size, false)?;
+    let mut bytes = vec![0xff; size];
+    look(|| {
+        let to = &mut [IoSliceMut::new(&mut bytes)];
+        let len = match process_vm_readv(getpid(), to, &[mapping.whole_range()]) {
+            Err(nix::errno::Errno::EFAULT) => 0,
+            read => read?,
+        };
+        Ok(seen(&bytes[..len], PAGE))
+    })
+}
+
+/// One step of whoever opens, renames and removes names without a pause. What went wrong in it.
+fn step(dir: &Path, size: usize, (seed, at): (u64, u64), random: &mut Random) -> Option<String> {
     let name = |random: &mut Random| dir.join(["n0", "n1"][random.below(2) as usize]);
     let path = name(random);
+    let bytes = || version(seed, at, size);
     let write = |options: &mut fs::OpenOptions| {
-        options.open(&path).and_then(|file| file.write_all_at(&vec![7; size], 0))
+        options.open(&path).and_then(|file| file.write_all_at(&bytes(), 0)).map(Ok)
     };
-    let (what, did) = match random.below(12) {
-        0 => ("rename", fs::rename(&path, name(random))),
-        1 => ("unlink", fs::remove_file(&path)),
-        2 => ("create or write", write(File::options().create(true).read(true).write(true))),
-        3 => ("create or open to write", File::options().create(true).append(true).open(&path).map(drop)),
-        4 => ("create or replace", fs::write(&path, vec![8; size])),
-        5 => ("replace", write(File::options().write(true).truncate(true))),
-        6 => ("write", write(File::options().read(true).write(true))),
-        7 => ("open to write", File::options().write(true).open(&path).map(drop)),
-        8 => ("truncate", nix::unistd::truncate(&path, 1000).map_err(io::Error::from)),
-        9 => ("read", fs::read(&path).map(drop)),
-        10 => ("map", File::open(&path).and_then(|file| Mapping::new(&file, size, false)).map(drop)),
-        _ => ("stat", fs::metadata(&path).map(drop)),
+    let (what, creates, did) = match random.below(12) {
+        0 => ("rename", false, fs::rename(&path, name(random)).map(Ok)),
+        1 => ("unlink", false, fs::remove_file(&path).map(Ok)),
+        2 => ("create or write", true, write(File::options().create(true).read(true).write(true))),
+        3 => {
+            let opened = File::options().create(true).append(true).open(&path);
+            ("create or open to write", true, opened.map(|_| Ok(())))
+        }
+        4 => ("create or replace", true, fs::write(&path, bytes()).map(Ok)),
+        5 => ("replace", false, write(File::options().write(true).truncate(true))),
+        6 => ("write", false, write(File::options().read(true).write(true))),
+        7 => ("open to write", false, File::options().write(true).open(&path).map(|_| Ok(()))),
+        8 => {
+            let cut = nix::unistd::truncate(&path, CUT as i64).map_err(io::Error::from);
+            ("truncate", false, cut.map(Ok))
+        }
+        9 => ("read", false, read_version(&path, size)),
+        10 => ("map", false, map_version(&path, size)),
+        _ => ("stat", false, fs::metadata(&path).map(|_| Ok(()))),
     };
-    did.map_err(|error| (what, error))
+    match did {
+        Ok(Ok(())) => None,
+        Ok(Err(wrong)) => Some(format!("{what}: {wrong}")),
+        // A name may have gone. Who creates what is not there never finds that it is not.
+        Err(error) if error.kind() == ErrorKind::NotFound && !creates => None,
+        Err(error) => Some(format!("{what}: {error}")),
+    }
 }
 
 #[test]
@@ -291,25 +383,21 @@ fn client_of_the_moving_names() {
     let mut random = Random(0x9e37_79b9_7f4a_7c15 + seed);
     let mut failed = Vec::new();
     for at in 0..steps() {
-        match step(Path::new(&mount), size, &mut random) {
-            Err((what, error)) if error.kind() != ErrorKind::NotFound => {
-                failed.push(format!("{at}, {what}: {error}"));
-            }
-            _ => {}
-        }
+        let wrong = step(Path::new(&mount), size, (seed, at), &mut random);
+        failed.extend(wrong.map(|wrong| format!("step {at}, {wrong}")));
     }
     assert!(failed.is_empty(), "client {seed} failed {} times: {failed:?}", failed.len());
 }
 
 /// Five processes rename and remove the very names that they open. What a lookup found can be opened, whatever its name
-/// leads to by then.
+/// leads to by then, and holds what somebody wrote there.
 #[test]
 fn names_that_move_and_go_are_stale_to_nobody() {
     for size in [5_000, 400_000] {
         let mount = Mount::new();
         let _watchdog =
             Watchdog::within(&mount, Duration::from_secs(if steps() > 3_000 { 1200 } else { 120 }));
-        let clients: Vec<Child> = (1..=5)
+        let clients: Vec<Child> = (1..=MOVERS)
             .map(|seed| {
                 Command::new(std::env::current_exe().unwrap())
                     .args(["--ignored", "--exact", "client_of_the_moving_names", "--nocapture"])

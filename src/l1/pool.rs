@@ -9,7 +9,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -90,20 +90,36 @@ struct State {
     live: u64,
     slabs: usize,
     /// By number of pages.
-    free: HashMap<u32, Vec<Memory>>,
+    free: HashMap<u32, Vec<Arc<Memory>>>,
     free_bytes: u64,
     /// What clients have seen, oldest first.
-    resting: VecDeque<Memory>,
+    resting: VecDeque<Arc<Memory>>,
     resting_bytes: u64,
     /// Mapped by somebody when last looked at.
-    lent: VecDeque<Memory>,
+    lent: VecDeque<Arc<Memory>>,
     lent_bytes: u64,
     /// What is in use and clients have opened, least lately looked at first; some of it has come back.
     watched: VecDeque<Weak<Inner>>,
     arenas: Arenas,
+    /// Counted no more, and to be freed by [`Pool::bury`].
+    doomed: Vec<Slab>,
     /// Demand for page counts since the last tending.
     demand: HashMap<u32, usize>,
     stats: PoolStats,
+}
+
+impl State {
+    /// There is one slab more, of so many bytes.
+    fn count(&mut self, bytes: u64) {
+        self.total += bytes;
+        self.peak = self.peak.max(self.total);
+        self.slabs += 1;
+    }
+
+    fn uncount(&mut self, bytes: u64) {
+        self.total -= bytes;
+        self.slabs -= 1;
+    }
 }
 
 pub struct Pool {
@@ -112,6 +128,8 @@ pub struct Pool {
     lock: Lock,
     watcher: Option<Arc<dyn RegionWatcher>>,
     state: Mutex<State>,
+    /// Something is doomed.
+    doomed: AtomicBool,
     complained: AtomicU64,
 }
 
@@ -142,6 +160,7 @@ impl Pool {
             lock,
             watcher,
             state: Mutex::default(),
+            doomed: AtomicBool::new(false),
             complained: AtomicU64::new(0),
         }))
     }
@@ -169,7 +188,7 @@ impl Pool {
         Some(Slab::new(memory, self))
     }
 
-    fn reuse(&self, state: &mut State, pages: u32, owner: Owner) -> Option<Memory> {
+    fn reuse(&self, state: &mut State, pages: u32, owner: Owner) -> Option<Arc<Memory>> {
         if let Some(memory) = state.free.get_mut(&pages).and_then(Vec::pop) {
             state.free_bytes -= memory.bytes();
             state.stats.reused += 1;
@@ -188,10 +207,13 @@ impl Pool {
                 state.stats.refused += 1;
                 continue;
             }
+            if memory.takes_more() {
+                // It can be had once it has been cut, for which there is no time here.
+                continue;
+            }
             let memory = state.resting.remove(at)?;
             state.resting_bytes -= memory.bytes();
             state.stats.reused += 1;
-            state.stats.trimmed += u64::from(memory.trim());
             memory.take_from_rest();
             return Some(memory);
         }
@@ -199,7 +221,7 @@ impl Pool {
     }
 
     /// New memory, for which other memory may have to go.
-    fn make(&self, state: &mut State, pages: u32) -> Option<Memory> {
+    fn make(&self, state: &mut State, pages: u32) -> Option<Arc<Memory>> {
         let bytes = u64::from(pages) * PAGE as u64;
         if !self.make_room(state, bytes, self.slab_budget(state)) || state.slabs >= self.config.slabs_max {
             return None;
@@ -207,20 +229,22 @@ impl Pool {
         self.create(state, pages)
     }
 
-    fn create(&self, state: &mut State, pages: u32) -> Option<Memory> {
+    fn create(&self, state: &mut State, pages: u32) -> Option<Arc<Memory>> {
+        let memory = self.fresh(pages)?;
+        state.count(memory.bytes());
+        state.stats.created += 1;
+        Some(memory)
+    }
+
+    /// Memory that has no pages yet and is not counted.
+    fn fresh(&self, pages: u32) -> Option<Arc<Memory>> {
         let reserved = if pages as usize * PAGE == ARENA_BYTES {
             ARENA_BYTES
         } else {
             self.config.slab_bytes_max as usize
         };
         match Memory::new(&self.shm, pages, reserved, self.lock) {
-            Ok(memory) => {
-                state.total += memory.bytes();
-                state.peak = state.peak.max(state.total);
-                state.slabs += 1;
-                state.stats.created += 1;
-                Some(memory)
-            }
+            Ok(memory) => Some(Arc::new(memory)),
             Err(error) => {
                 if self.complained.fetch_add(1, Ordering::Relaxed) == 0 {
                     log::error!("no memory for a slab of {pages} pages: {error} (said once)");
@@ -272,12 +296,11 @@ impl Pool {
             }
             let spare = state.arenas.count() as u64 * ARENA_BYTES as u64 > self.config.chunk_reserve_bytes;
             if spare && let Some(slab) = state.arenas.take_empty() {
-                state.total -= slab.capacity_bytes();
-                state.slabs -= 1;
+                state.uncount(slab.capacity_bytes());
                 if let Some(watcher) = &self.watcher {
                     watcher.destroyed(slab.region().id);
                 }
-                drop(slab);
+                self.doom(state, slab);
                 continue;
             }
             return false;
@@ -285,11 +308,35 @@ impl Pool {
         true
     }
 
-    fn destroy(&self, state: &mut State, memory: Memory) {
-        state.total -= memory.bytes();
-        state.slabs -= 1;
+    fn destroy(&self, state: &mut State, memory: Arc<Memory>) {
+        state.uncount(memory.bytes());
         self.withdraw(&memory, memory.region().id);
-        drop(memory);
+        self.doom(state, Slab::unpooled(memory));
+    }
+
+    /// Memory is freed page by page, and whoever asks for other memory in its place may hold a lock that everybody waits
+    /// for. So that is done by [`Pool::bury`].
+    fn doom(&self, state: &mut State, slab: Slab) {
+        if self.lock == Lock::Pages {
+            // What takes its place may be locked only once this is not.
+            return drop(slab);
+        }
+        state.doomed.push(slab);
+        self.doomed.store(true, Ordering::Relaxed);
+    }
+
+    /// Frees what was given up. What took its place has no pages yet, and whoever got that calls this before filling it: so
+    /// there is no more memory than is counted, but for the few blocks that the store copies before it lets go of its lock.
+    pub fn bury(&self) {
+        // Who gave something up is who calls, or somebody does it later. One look is all that it mostly costs.
+        if self.doomed.load(Ordering::Relaxed) {
+            let doomed = {
+                let mut state = self.state.lock();
+                self.doomed.store(false, Ordering::Relaxed);
+                std::mem::take(&mut state.doomed)
+            };
+            drop(doomed);
+        }
     }
 
     /// A client can map it from now on.
@@ -308,7 +355,7 @@ impl Pool {
     }
 
     /// The last share of a slab is gone.
-    pub(super) fn take_back(&self, memory: Memory) {
+    pub(super) fn take_back(&self, memory: Arc<Memory>) {
         let mut state = self.state.lock();
         let bytes = memory.bytes();
         state.live -= bytes;
@@ -400,27 +447,43 @@ impl Pool {
         };
         for (pages, asked) in wanted {
             for _ in 0..asked.min(AHEAD_SLABS) {
-                let memory = {
-                    let mut state = self.state.lock();
-                    let ready = state.free.get(&pages).map_or(0, Vec::len);
-                    let bytes = u64::from(pages) * PAGE as u64;
-                    // Only out of what nobody uses: nothing is given up for it.
-                    if ready >= AHEAD_SLABS
-                        || state.total + bytes > self.slab_budget(&state)
-                        || state.slabs >= self.config.slabs_max
-                    {
-                        break;
-                    }
-                    let Some(memory) = self.create(&mut state, pages) else { break };
-                    state.live += memory.bytes();
-                    memory
-                };
-                memory.populate();
-                self.take_back(memory);
+                if !self.make_ahead(pages) {
+                    break;
+                }
                 done += 1;
             }
         }
+        self.bury();
         done
+    }
+
+    /// Makes a slab that somebody may soon ask for, without the lock: who asks for others meanwhile does not wait.
+    fn make_ahead(&self, pages: u32) -> bool {
+        let bytes = u64::from(pages) * PAGE as u64;
+        let mut state = self.state.lock();
+        let ready = state.free.get(&pages).map_or(0, Vec::len);
+        // Only out of what nobody uses: nothing is given up for it.
+        if ready >= AHEAD_SLABS
+            || state.total + bytes > self.slab_budget(&state)
+            || state.slabs >= self.config.slabs_max
+        {
+            return false;
+        }
+        state.count(bytes);
+        state.live += bytes;
+        drop(state);
+        let memory = self.fresh(pages);
+        let mut state = self.state.lock();
+        let Some(memory) = memory else {
+            state.uncount(bytes);
+            state.live -= bytes;
+            return false;
+        };
+        state.stats.created += 1;
+        drop(state);
+        memory.populate();
+        self.take_back(memory);
+        true
     }
 
     /// Takes back what clients have made slabs grow by that hold files.
@@ -443,26 +506,32 @@ impl Pool {
         trimmed
     }
 
-    /// Sorts what came back from clients into what is still mapped and what is not.
+    /// Sorts what came back from clients into what is still mapped and what is not, and cuts what takes more than is
+    /// counted. That stays where it is meanwhile: it can be given up, but is not used again.
     fn look_at_lent(&self) -> usize {
-        let mut state = self.state.lock();
-        let mut moved = 0;
-        for _ in 0..state.lent.len() {
-            let Some(memory) = state.lent.pop_front() else { break };
-            state.stats.trimmed += u64::from(memory.trim());
-            if memory.quiet() {
-                moved += 1;
-                state.lent_bytes -= memory.bytes();
-                state.resting_bytes += memory.bytes();
-                memory.note_release();
-                state.resting.push_back(memory);
-            } else {
-                state.lent.push_back(memory);
+        let (mut moved, mut swollen) = (0, Vec::new());
+        let lent = self.state.lock().lent.len();
+        // A few at a time: there may be as many as there are slabs.
+        for at in (0..lent).step_by(LOOK_MAX) {
+            let mut state = self.state.lock();
+            for _ in at..lent.min(at + LOOK_MAX) {
+                let Some(memory) = state.lent.pop_front() else { break };
+                swollen.extend(memory.start_trim().then(|| memory.clone()));
+                if memory.quiet() {
+                    moved += 1;
+                    state.lent_bytes -= memory.bytes();
+                    state.resting_bytes += memory.bytes();
+                    memory.note_release();
+                    state.resting.push_back(memory);
+                } else {
+                    state.lent.push_back(memory);
+                }
             }
         }
+        let mut state = self.state.lock();
         for _ in 0..state.resting.len().min(LOOK_MAX) {
             let Some(memory) = state.resting.pop_front() else { break };
-            state.stats.trimmed += u64::from(memory.trim());
+            swollen.extend(memory.start_trim().then(|| memory.clone()));
             if memory.quiet() {
                 state.resting.push_back(memory);
             } else {
@@ -472,6 +541,12 @@ impl Pool {
                 state.lent_bytes += memory.bytes();
                 state.lent.push_back(memory);
             }
+        }
+        drop(state);
+        for memory in swollen {
+            let trimmed = memory.trim();
+            self.state.lock().stats.trimmed += u64::from(trimmed);
+            memory.end_trim();
         }
         moved
     }

@@ -28,9 +28,12 @@ use super::pool::{Owner, Pool};
 use super::shm::{HUGE, Shm};
 use crate::memory::{PAGE, Region, RegionId, Span};
 
+/// Bytes of a huge page.
+const HUGE_BYTES: usize = HUGE as usize * PAGE;
+
 static NEXT_REGION: AtomicU64 = AtomicU64::new(1);
 
-/// The memory itself. Dropped, it is unmapped and freed.
+/// The memory itself. With its last share it is unmapped and freed, which takes as long as it is large.
 pub(super) struct Memory {
     file: File,
     base: NonNull<u8>,
@@ -47,6 +50,8 @@ pub(super) struct Memory {
     lent: AtomicBool,
     /// Has been opened in passthrough since its pages were fresh.
     seen: AtomicBool,
+    /// See [`Memory::start_trim`].
+    trimming: AtomicBool,
     last_release: Mutex<Option<Instant>>,
     pub(super) owner: Mutex<Option<Owner>>,
     backing: Mutex<Option<Box<dyn Any + Send + Sync>>>,
@@ -72,15 +77,11 @@ impl Memory {
     pub(super) fn new(shm: &Shm, pages: u32, reserved: usize, lock: Lock) -> io::Result<Self> {
         let (file, huge) = shm.file(pages)?;
         file.set_len(u64::from(pages) * PAGE as u64)?;
-        let reserved = reserved.max(pages as usize * PAGE);
-        let length = NonZeroUsize::new(reserved).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: a new shared mapping of our own file at an address of the kernel's choice; nothing else is touched.
-        let base = unsafe {
-            mmap(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED, &file, 0)
-        }?;
+        let reserved = reserved.max(pages as usize * PAGE).next_multiple_of(PAGE);
+        let base = map_aligned(&file, reserved)?;
         let memory = Self {
             file,
-            base: base.cast(),
+            base,
             reserved,
             locks_pages: lock == Lock::Pages,
             huge,
@@ -89,6 +90,7 @@ impl Memory {
             announced: AtomicBool::new(false),
             lent: AtomicBool::new(false),
             seen: AtomicBool::new(false),
+            trimming: AtomicBool::new(false),
             last_release: Mutex::new(None),
             owner: Mutex::new(None),
             backing: Mutex::new(None),
@@ -171,27 +173,50 @@ impl Memory {
         !self.lent.swap(true, Ordering::AcqRel)
     }
 
-    /// A client may have its mapping put into huge pages (MADV_COLLAPSE), the last of which reaches past the end of the
-    /// file: it is cut again, and what was moved is locked again. Whether it took more than is counted, and no more does;
-    /// pages that somebody has pinned stay until a later try. The number of pages does not change meanwhile, which it does
-    /// in nobody's hands but its one owner's, and not while it is lent.
+    /// Whether it takes more memory than is counted, or is being cut to that. A client may have its mapping put into huge
+    /// pages (MADV_COLLAPSE), the last of which reaches past the end of the file. Of what nobody has ([`Memory::quiet`]),
+    /// nobody can make more.
+    pub(super) fn takes_more(&self) -> bool {
+        self.trimming.load(Ordering::Acquire) || self.takes_more_than(self.bytes())
+    }
+
+    /// Whether it is to be cut by the caller, who calls [`Memory::trim`] and [`Memory::end_trim`]. Until then it counts as
+    /// one that takes more, whatever it does, so that nobody uses it again.
+    pub(super) fn start_trim(&self) -> bool {
+        self.takes_more_than(self.bytes()) && !self.trimming.swap(true, Ordering::AcqRel)
+    }
+
+    pub(super) fn end_trim(&self) {
+        self.trimming.store(false, Ordering::Release);
+    }
+
+    fn takes_more_than(&self, bytes: u64) -> bool {
+        self.file.metadata().is_ok_and(|found| found.blocks() * 512 > bytes)
+    }
+
+    /// Cuts what takes more than is counted, and locks again what was moved. Whether there was something to cut, and it
+    /// is gone; pages that somebody has pinned stay until a later try.
+    ///
+    /// It takes its time, so the caller holds no lock, but a share in the memory. The number of pages does not change
+    /// meanwhile, which it does in nobody's hands but its one owner's, and not while it is lent. What has no owner gets none
+    /// between [`Memory::start_trim`] and [`Memory::end_trim`].
     pub(super) fn trim(&self) -> bool {
         /// Since kernel 5.14.
         const MADV_POPULATE_READ: i32 = 22;
-        let takes_more = || self.file.metadata().is_ok_and(|found| found.blocks() * 512 > self.bytes());
-        if !takes_more() {
+        let bytes = self.bytes();
+        if !self.takes_more_than(bytes) {
             return false;
         }
-        let huge = u64::from(HUGE) * PAGE as u64;
-        let beyond = self.bytes()..self.bytes().next_multiple_of(huge);
+        let beyond = bytes..bytes.next_multiple_of(HUGE_BYTES as u64);
         let hole = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
         let (from, len) = (beyond.start.cast_signed(), (beyond.end - beyond.start).cast_signed());
-        if fallocate(&self.file, hole, from, len).is_err() || takes_more() {
+        if fallocate(&self.file, hole, from, len).is_err() || self.takes_more_than(bytes) {
             return false;
         }
-        // A fault in a mapping that is locked locks.
+        // A fault in a mapping that is locked locks. All of it: no huge page that was made is in our mapping any more,
+        // whether it was cut or not, and where there was none made, there is little to do.
         // SAFETY: the range is inside the mapping and inside the file; populating changes no contents.
-        unsafe { libc::madvise(self.base.as_ptr().cast(), self.bytes() as usize, MADV_POPULATE_READ) };
+        unsafe { libc::madvise(self.base.as_ptr().cast(), bytes as usize, MADV_POPULATE_READ) };
         true
     }
 
@@ -234,11 +259,45 @@ impl Drop for Memory {
         // The kernel's backing reference goes before the file does.
         self.backing.lock().take();
         // SAFETY: mapped in `new` with this length, and nothing refers to it any more: every span holds the
-        // `Arc<Inner>` that owns this value.
+        // `Arc<Inner>` that has a share in this value, and this was the last share.
         if let Err(error) = unsafe { munmap(self.base.cast::<c_void>(), self.reserved) } {
             log::error!("unmapping a slab: {error}");
         }
     }
+}
+
+/// Maps a file from an address at which a huge page may lie. Elsewhere the kernel maps huge pages in pieces, which it
+/// does not lock; not even if the mapping is locked anew.
+fn map_aligned(file: &File, length: usize) -> io::Result<NonNull<u8>> {
+    let room = length.checked_add(HUGE_BYTES).and_then(NonZeroUsize::new);
+    let (room, length) =
+        room.zip(NonZeroUsize::new(length)).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+    let nothing = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+    // SAFETY: a new mapping at an address of the kernel's choice, which nobody else knows and nobody can access.
+    let start = unsafe { mmap_anonymous(None, room, ProtFlags::PROT_NONE, nothing) }?;
+    let before = (start.as_ptr() as usize).next_multiple_of(HUGE_BYTES) - start.as_ptr() as usize;
+    let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    let at = NonZeroUsize::new(start.as_ptr() as usize + before);
+    let fixed = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
+    // SAFETY: it takes the place of a part of the mapping above: less than a huge page is before it, and the room is
+    // longer by one.
+    let base = match unsafe { mmap(at, length, access, fixed, file, 0) } {
+        Ok(base) => base,
+        Err(error) => {
+            // SAFETY: mapped above with this length, and used for nothing.
+            let _ = unsafe { munmap(start, room.get()) };
+            return Err(error.into());
+        }
+    };
+    // SAFETY: still inside the room, at its end at most.
+    let behind = unsafe { base.byte_add(length.get()) };
+    for (rest, len) in [(start, before), (behind, HUGE_BYTES - before)] {
+        if len > 0 {
+            // SAFETY: what is left of the room, which nobody uses.
+            unsafe { munmap(rest, len) }?;
+        }
+    }
+    Ok(base.cast())
 }
 
 /// Locks pages as they come into being. One call for the whole reservation keeps it one mapping.
@@ -272,14 +331,14 @@ pub(super) fn set_signal(which: Signal, how: SigHandler) -> io::Result<()> {
 
 /// What a slab's shares share: its memory, and the way back to the pool.
 pub(super) struct Inner {
-    memory: Option<Memory>,
+    memory: Option<Arc<Memory>>,
     pool: Weak<Pool>,
 }
 
 impl Inner {
     /// See [`Memory::trim`].
     pub(super) fn trim(&self) -> bool {
-        self.memory.as_ref().is_some_and(Memory::trim)
+        self.memory.as_ref().is_some_and(|memory| memory.trim())
     }
 }
 
@@ -296,12 +355,12 @@ impl Drop for Inner {
 pub struct Slab(Arc<Inner>);
 
 impl Slab {
-    pub(super) fn new(memory: Memory, pool: &Arc<Pool>) -> Self {
+    pub(super) fn new(memory: Arc<Memory>, pool: &Arc<Pool>) -> Self {
         Self(Arc::new(Inner { memory: Some(memory), pool: Arc::downgrade(pool) }))
     }
 
     /// A slab that does not go back to the pool by itself: an arena's.
-    pub(super) fn unpooled(memory: Memory) -> Self {
+    pub(super) fn unpooled(memory: Arc<Memory>) -> Self {
         Self(Arc::new(Inner { memory: Some(memory), pool: Weak::new() }))
     }
 

@@ -137,6 +137,8 @@ impl Store {
         core.calls.writer += u64::from(wakes.writer);
         core.calls.admission += u64::from(wakes.admission);
         drop(core);
+        // Before memory that was got in its place is filled.
+        self.pool.bury();
         if wakes.writer {
             self.wake_writer.notify_all();
         }

@@ -43,6 +43,8 @@ impl Core {
         let Some(old) = hot.slab.clone() else { return Ok(()) };
         match self.alloc_slab(old.pages(), idx) {
             Some(new) => {
+                // What left for it is freed before it is filled, which is here.
+                self.pool.bury();
                 let len = old.capacity_bytes() as usize;
                 new.span(0..len).copy_from_span(&old.span(0..len));
                 self.hot_mut(idx).slab = Some(new);
