@@ -1,9 +1,11 @@
 //! A close whose RELEASE, which publishes, comes after what the next writer of that name did.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
 
+use nix::errno::Errno;
+
 use super::tests::Rig;
 use super::*;
-use crate::store::{Handle, Opened};
+use crate::store::{Answer, Entry, Handle, Opened};
 
 const ROOT: u64 = crate::store::node::ROOT_INO;
 
@@ -82,4 +84,40 @@ fn what_is_closed_after_an_fsync_takes_its_place() {
     rig.store().release(&second);
     assert_eq!(rig.read(rig.find("f").unwrap(), 5000), Ok(vec![1; 5000]));
     rig.stop();
+}
+
+/// What is closed and will be discarded is not found between its close and its RELEASE, not even by its own process: that
+/// would open, as what it wrote, something that is not whole or that somebody else has replaced.
+#[test]
+fn what_will_be_discarded_is_not_found_by_its_maker() {
+    for failed in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let rig = Rig::start(dir.path());
+        rig.write("f", &[1; 5000]);
+        assert_eq!(rig.drain(), Ok(()));
+        let mine = begin(&rig, &[2; 6000], libc::O_TRUNC);
+        if failed {
+            let (tell, told) = channel();
+            rig.store().write(&mine, 1 << 40, &[2], Box::new(move |result| tell.send(result).unwrap()));
+            assert_eq!(told.recv().unwrap(), Err(Errno::EFBIG));
+        }
+        let own = rig.find("f").unwrap();
+        assert_eq!(own, mine.ino, "it is found while it is written");
+        close(&rig, &mine);
+        if !failed {
+            let theirs = begin(&rig, &[1; 5000], libc::O_TRUNC);
+            assert_eq!(rig.fsync(&theirs), Ok(()));
+            rig.store().release(&theirs);
+        }
+        assert!(matches!(rig.store().lookup(ROOT, b"f", &Rig::caller()), Answer::Wait), "failed: {failed}");
+        let (tell, told) = channel();
+        let reply = Box::new(move |found: Result<Entry, Errno>| {
+            tell.send(found.map(|entry| entry.attr.ino)).unwrap()
+        });
+        rig.store().lookup_later(ROOT, b"f", &Rig::caller(), reply);
+        rig.store().release(&mine);
+        let found = told.recv().unwrap().unwrap();
+        assert_eq!(rig.read(found, 6000), Ok(vec![1; 5000]), "failed: {failed}");
+        rig.stop();
+    }
 }

@@ -238,6 +238,8 @@ impl Core {
         if let Some(private) =
             self.by_id(id).and_then(|idx| self.node_mut(idx).hot.as_mut()).and_then(|hot| hot.private_mut())
         {
+            // Whoever closed it before had another descriptor.
+            private.flushed = false;
             private.lacks = match private.lacks.take() {
                 Some(lacks) => Some(lacks.start.min(range.start)..lacks.end.max(range.end)),
                 None => Some(range),

@@ -139,6 +139,12 @@ pub struct Private {
 }
 
 impl Private {
+    /// Whether its last close does not publish it.
+    pub fn will_be_discarded(&self) -> bool {
+        let outdated = self.closed > 0 && self.closed <= self.outdated;
+        self.killed || self.lacks.is_some() || outdated
+    }
+
     /// The bytes of `range` are there, or are not wanted any more.
     pub fn supplied(&mut self, range: Range<u64>) {
         let Some(lacks) = &mut self.lacks else { return };

@@ -76,7 +76,13 @@ impl Core {
         let mut shown = true;
         if !self.tree.privates(parent, name).is_empty() {
             shown = false;
-            if let Some(idx) = self.own_private(parent, name, caller, false) {
+            // One that its RELEASE will discard is not found any more, not even by its maker.
+            let over = |idx: &Idx| {
+                let private = self.hot(*idx).and_then(|hot| hot.private());
+                private
+                    .is_some_and(|private| private.flushed && !private.waited && private.will_be_discarded())
+            };
+            if let Some(idx) = self.own_private(parent, name, caller, false).filter(|idx| !over(idx)) {
                 return Ok(Found::Node(idx, false));
             }
             // Somebody has closed it; the kernel's RELEASE is on its way (fact 6). Once, not for ever: the
