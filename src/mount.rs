@@ -121,8 +121,23 @@ pub fn prepare(request: &Request) -> Result<PathBuf> {
     Ok(mountpoint)
 }
 
+/// Directories without which no program works, not even the one that would unmount what hides them.
+const NEEDED: [&str; 12] =
+    ["/", "/proc", "/sys", "/dev", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/run", "/var"];
+
+/// Whether mounting there would hide what the machine runs on. Below `/proc` and `/sys` nothing but the kernel makes
+/// directories.
+fn is_needed(mountpoint: &Path) -> bool {
+    NEEDED.iter().any(|needed| mountpoint == real_path(Path::new(needed)))
+        || ["/proc", "/sys"].iter().any(|kernel| mountpoint.starts_with(kernel))
+}
+
 fn check(request: &Request) -> Result<PathBuf> {
     let mountpoint = real_path(&request.mountpoint);
+    if is_needed(&mountpoint) {
+        return Err(Error::new(request.mountpoint.display(), "the machine needs what is there")
+            .remedy("make a directory to mount on, such as /mnt/kv"));
+    }
     clear_dead_mount(&mountpoint)?;
     let shown = request.mountpoint.display();
     // Of another kind, but it may hang in the same way.
@@ -560,6 +575,10 @@ mod tests {
         let file = dir.path().join("file");
         fs::write(&file, "").expect("a file");
         assert!(refusal(&request(&file)).contains("file: is not a directory"));
+        for needed in ["/", "/proc", "/proc/sys", "/usr/../dev", "/bin"] {
+            let refused = refusal(&request(Path::new(needed)));
+            assert!(refused.starts_with(&format!("{needed}: the machine needs")), "{refused}");
+        }
         let no_device = Request { fuse_device: dir.path().join("fuse"), ..request(dir.path()) };
         assert!(refusal(&no_device).contains("modprobe fuse"));
     }
