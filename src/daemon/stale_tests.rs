@@ -296,3 +296,21 @@ fn what_changes_with_a_truncation_stays_changed() {
     rig.store().release(&reader);
     rig.stop();
 }
+
+/// A private version that its process found before its RELEASE came, and that was discarded then.
+#[test]
+fn what_was_discarded_has_the_attributes_that_it_had() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let (caller, other) = (Rig::caller(), client(2, 0));
+    let mine = create(&rig, "f", libc::O_WRONLY | libc::O_TRUNC, &caller).unwrap();
+    rig.store().flush(&mine, &caller);
+    assert_eq!(find(&rig, "f", &caller), Ok(mine.ino));
+    let theirs = create(&rig, "f", libc::O_WRONLY | libc::O_TRUNC, &other).unwrap();
+    assert_eq!(rig.fsync(&theirs), Ok(()));
+    rig.store().unlink(ROOT_INO, b"f", &other).unwrap();
+    rig.store().release(&mine);
+    assert_eq!(rig.store().getattr(mine.ino).map(|attr| attr.nlink), Ok(0));
+    rig.store().release(&theirs);
+    rig.stop();
+}

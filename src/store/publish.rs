@@ -44,10 +44,11 @@ impl Core {
 
     /// Gives a private version up: nobody ever saw it. `why`, if its writer expects something else.
     fn discard(&mut self, idx: Idx, why: Option<&str>) {
-        // Its maker may have found it just now, before its RELEASE came, and be about to open it.
+        // Its maker may have found it just now, before its RELEASE came, and be about to open it. What it asks for before
+        // that must not use up the one time that ESTALE is answered, and nobody else's kernel ever knew the name.
         let (parent, name) = self.home(idx);
         let instead = if parent == NONE { None } else { self.tree.child(parent, name) };
-        self.remember_name(idx, instead, true);
+        self.remember_name(idx, instead, false);
         self.node_mut(idx).set(MOVED, true);
         let hot = self.hot_mut(idx);
         if let Some(private) = hot.private_mut() {
