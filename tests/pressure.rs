@@ -376,6 +376,40 @@ fn without_eviction_a_full_mount_refuses_writes_and_recovers_after_unlink() {
     nothing_is_left(&mount);
 }
 
+/// A file that is as long as a device and has hardly anything in it made that device look full for as long as it was
+/// kept open: files went to the other one alone, and left it long before their turn (rule R8).
+#[test]
+fn a_held_file_of_holes_does_not_change_which_files_leave() {
+    if memory_only() {
+        return;
+    }
+    // Before anything else is there, and when all is full.
+    for at_first in [true, false] {
+        let mount = Mount::with(Options { stripes: Some(2), ..Options::new(64, 128) });
+        let size = MIB / 2;
+        let total = 1000;
+        let hold = || {
+            let mut held = File::create(mount.at("held")).unwrap();
+            held.set_len(55 << 20).unwrap();
+            held.write_all(&bytes(7, 100)).unwrap();
+            held
+        };
+        let mut held = at_first.then(hold);
+        for at in 0..total {
+            if at == total / 2 {
+                held.get_or_insert_with(hold);
+            }
+            fs::write(mount.at(&format!("f{at}")), bytes(at, size)).unwrap();
+        }
+        let there = |at: &u64| fs::exists(mount.at(&format!("f{at}"))).unwrap();
+        let survivors: Vec<u64> = (0..total).filter(there).collect();
+        let oldest = survivors[0];
+        let gone = (oldest..total).filter(|at| !there(at)).collect::<Vec<_>>();
+        println!("{} survive from {oldest} on, gone {gone:?}", survivors.len());
+        println!("used {} of {}", mount.stat("l2_used_bytes"), mount.stat("l2_capacity_bytes"));
+    }
+}
+
 #[test]
 fn in_memory_only_what_leaves_is_gone_cleanly() {
     if !memory_only() {

@@ -131,7 +131,7 @@ fn file_that_moves(told: bool) {
     }
     assert_eq!(answer(&rig.put(&slow, 0, &vec![1; 4 * MIB]), "a write"), Ok(4 * MIB as u32));
     let on = rig.store().lock().node(slow.id.idx()).device;
-    let expected = || [0, 1].map(|device| rig.store().lock().space.on(device).expected);
+    let expected = || [0, 1].map(|device| rig.store().lock().space.on(device).expected());
     assert!(expected()[usize::from(on)] > 0 && expected()[usize::from(1 - on)] == 0, "{:?}", expected());
     // Files fill both devices alike; then those on the other one go.
     let free = |device: u8| rig.store().lock().space.on(device).free() * 4096;
@@ -213,9 +213,9 @@ fn nothing_is_expected_of_a_file_that_has_ended() {
         let core = rig.store().lock();
         let mut of_files = vec![0; core.space.devices.len()];
         for idx in core.building.values().filter_map(|id| core.by_id(*id)) {
-            of_files[usize::from(core.node(idx).device)] += core.hot(idx).unwrap().expected;
+            of_files[usize::from(core.node(idx).device)] += core.expected_of(idx);
         }
-        let of_devices: Vec<u64> = core.space.devices.iter().map(|device| device.expected).collect();
+        let of_devices: Vec<u64> = core.space.devices.iter().map(|device| device.expected()).collect();
         assert_eq!(of_devices, of_files, "each file counts on its own device");
         of_devices.iter().sum::<u64>() as usize * 4096
     };
