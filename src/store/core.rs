@@ -754,7 +754,7 @@ impl Core {
         let Some(base) = self.by_id(base) else { return };
         let hot = self.hot_mut(base);
         hot.based = hot.based.saturating_sub(1);
-        self.reap(base);
+        self.tidy(base);
     }
 
     pub fn uncharge(&mut self, device: u8, charge: u32, reserved: u32) {
@@ -786,20 +786,18 @@ impl Core {
     /// drop true.
     pub fn tidy(&mut self, idx: Idx) {
         let Some(node) = self.tree.nodes.get(idx) else { return };
-        let Some(hot) = &node.hot else { return };
+        // Also of a cold file: it may have been passed by those who looked for one that can leave while its record was on
+        // its way.
+        let Some(hot) = &node.hot else { return self.relist(idx) };
         let resident = hot.slab.is_some() || hot.blocks.iter().any(|block| !block.mem.is_none());
         if !resident && !hot.in_use() && !hot.placed && hot.alias.is_none() && !hot.failed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
             self.node_mut(idx).hot = None;
-            if !self.node(idx).has(super::node::LISTED) && self.may_evict(idx) {
-                self.touch(idx);
-            }
+            self.relist(idx);
             self.reap(idx);
             return;
         }
-        if !self.node(idx).has(super::node::LISTED) && self.node(idx).has(NAMED) && self.may_evict(idx) {
-            self.touch(idx);
-        }
+        self.relist(idx);
         let droppable = self.may_drop(idx);
         let listed = self.hot(idx).is_some_and(|hot| hot.in_l1_list);
         if droppable && !listed {
@@ -809,6 +807,13 @@ impl Core {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
         }
         self.reap(idx);
+    }
+
+    /// Puts a file that can leave back into the list of files by recency.
+    fn relist(&mut self, idx: Idx) {
+        if !self.node(idx).has(super::node::LISTED) && self.may_evict(idx) {
+            self.touch(idx);
+        }
     }
 
     /// The kernel must not believe in the name any longer.
