@@ -350,10 +350,11 @@ fn what_was_closed_last_leaves_last_on_whatever_device_it_is() {
         rig.store().with(|core| core.node(NodeId(ino).idx()).device)
     };
     rig.stored("held", &vec![1; 14 * MIB]);
+    // Opened before the other one is there, so it is the oldest of all.
+    let reader = rig.reader("held", 0);
     rig.stored("old", &vec![1; 8 * MIB]);
     let on = device("held");
     assert_ne!(device("old"), on);
-    let reader = rig.reader("held", 0);
     let mut count = 0;
     let last = loop {
         let name = format!("new{count}");
