@@ -389,6 +389,11 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("l2_capacity_bytes", s.capacity_bytes, "Room for files on the devices."),
         gauge("l2_used_bytes", s.used_bytes, "Room that files take or have reserved."),
         gauge("l2_used_peak_bytes", s.used_peak_bytes, "Most room that files have taken."),
+        gauge(
+            "l2_expected_bytes",
+            s.expected_bytes,
+            "Room that files under construction will take beyond that, as far as one can tell.",
+        ),
         gauge("catalog_capacity_bytes", s.catalog_capacity_bytes, "Room for the records of files."),
         gauge("catalog_used_bytes", s.catalog_used_bytes, "Room that the records of files take."),
         gauge("dirty_bytes", s.dirty_bytes, "Bytes written by clients that are not on a device."),

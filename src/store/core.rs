@@ -114,9 +114,10 @@ pub struct Space {
     /// Pages among `allocated` of blocks that have been stored anew, which become free in the same way. Unlike those
     /// that leave with their files they count as used until then: else rewriting could outrun the commits.
     pub stale: u64,
-    /// Pages that files under construction here will take beyond what they have, as far as one can tell. They are not
-    /// used and keep nobody out; they say where the next file goes.
-    pub expected: u64,
+    /// Pages that files under construction here will take beyond what they have, as far as one can tell: of those that
+    /// took some in this period, and of those that last did in the one before ([`Room::take`]). They are not used and
+    /// keep nobody out; they say where the next file goes.
+    expected: [u64; 2],
 }
 
 impl Space {
@@ -128,9 +129,13 @@ impl Space {
         self.capacity.saturating_sub(self.used())
     }
 
+    pub fn expected(&self) -> u64 {
+        self.expected.iter().sum()
+    }
+
     /// What will be free once the files under construction are whole. Less than nothing, if they will not fit.
     pub fn spare(&self) -> i64 {
-        self.free() as i64 - self.expected as i64
+        self.free() as i64 - self.expected() as i64
     }
 }
 
@@ -140,9 +145,41 @@ pub struct Room {
     pub devices: Vec<Space>,
     /// The most pages ever used.
     pub peak: u64,
+    /// The number of the period, and the pages that were set aside in it so far.
+    period: u64,
+    taken: u64,
 }
 
+/// A period is over when that many pages were set aside in it, or this part of all there are.
+const PERIOD_PAGES: u64 = 1 << 18;
+const PERIODS_OF_ALL: u64 = 16;
+
 impl Room {
+    /// Sets pages of a device aside.
+    ///
+    /// Time is counted in these. A file that takes none for a whole period, while others do, may be kept open for ever
+    /// and be done, or never get more than the holes that it consists of: nothing is expected of it any more, until it
+    /// goes on. Periods are long enough for each of many files that are written at once to take some.
+    pub fn take(&mut self, device: u8, pages: u64) {
+        self.on(device).reserved += pages;
+        self.note_peak();
+        self.taken += pages;
+        let all: u64 = self.devices.iter().map(|device| device.capacity).sum();
+        if self.taken >= PERIOD_PAGES.min(all / PERIODS_OF_ALL) {
+            (self.period, self.taken) = (self.period + 1, 0);
+            self.devices.iter_mut().for_each(|device| device.expected = [0, device.expected[0]]);
+        }
+    }
+
+    /// Whether what was expected in `period` is.
+    fn is_expected_since(&self, period: u64) -> bool {
+        period + 1 >= self.period
+    }
+
+    pub fn expected(&self) -> u64 {
+        self.devices.iter().map(Space::expected).sum()
+    }
+
     pub fn used(&self) -> u64 {
         self.devices.iter().map(Space::used).sum()
     }
@@ -235,7 +272,7 @@ impl Core {
             ..Space::default()
         };
         let devices = allocators.iter().zip(&settings.device_pages).map(taken).collect();
-        let mut space = Room { devices, peak: 0 };
+        let mut space = Room { devices, ..Room::default() };
         space.note_peak();
         Self {
             tree,
@@ -371,7 +408,9 @@ impl Core {
     pub fn start_building(&mut self, idx: Idx) {
         let (number, id) = (self.next_building, self.id(idx));
         if self.hot_mut(idx).building.is_none() {
-            self.hot_mut(idx).building = Some(number);
+            let has = self.device_pages(idx);
+            let hot = self.hot_mut(idx);
+            (hot.building, hot.taken) = (Some(number), has);
             self.building.insert(number, id);
             self.next_building += 1;
         }
@@ -388,11 +427,24 @@ impl Core {
     /// Counts a file under construction on its device with `pages` that it will still take.
     pub fn expect(&mut self, idx: Idx, pages: u64) {
         let device = self.node(idx).device;
-        let before = std::mem::replace(&mut self.hot_mut(idx).expected, pages);
-        if before != pages {
-            let space = self.space.on(device);
-            space.expected = space.expected - before + pages;
+        let period = self.space.period;
+        let hot = self.hot_mut(idx);
+        let before = std::mem::replace(&mut hot.expected, pages);
+        let since = std::mem::replace(&mut hot.expected_in, period);
+        if before == 0 && pages == 0 {
+            return;
         }
+        let expected = &mut self.space.on(device).expected;
+        if let Some(old) = expected.get_mut((period - since) as usize) {
+            *old -= before;
+        }
+        expected[0] += pages;
+    }
+
+    /// Pages that a file under construction counts with on its device.
+    pub fn expected_of(&self, idx: Idx) -> u64 {
+        let counts = |hot: &&Hot| self.space.is_expected_since(hot.expected_in);
+        self.hot(idx).filter(counts).map_or(0, |hot| hot.expected)
     }
 
     /// Records that the node's record is older than what is here.
@@ -433,7 +485,7 @@ impl Core {
             return;
         }
         let listed = self.node(idx).has(super::node::LISTED);
-        let expected = self.hot_mut(idx).expected;
+        let expected = self.expected_of(idx);
         self.forget_recency(idx);
         self.expect(idx, 0);
         self.node_mut(idx).device = device;
@@ -703,7 +755,7 @@ impl Core {
         let Some(base) = self.by_id(base) else { return };
         let hot = self.hot_mut(base);
         hot.based = hot.based.saturating_sub(1);
-        self.reap(base);
+        self.tidy(base);
     }
 
     pub fn uncharge(&mut self, device: u8, charge: u32, reserved: u32) {
@@ -735,20 +787,18 @@ impl Core {
     /// drop true.
     pub fn tidy(&mut self, idx: Idx) {
         let Some(node) = self.tree.nodes.get(idx) else { return };
-        let Some(hot) = &node.hot else { return };
+        // Also of a cold file: it may have been passed by those who looked for one that can leave while its record was on
+        // its way.
+        let Some(hot) = &node.hot else { return self.relist(idx) };
         let resident = hot.slab.is_some() || hot.blocks.iter().any(|block| !block.mem.is_none());
         if !resident && !hot.in_use() && !hot.placed && hot.alias.is_none() && !hot.failed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
             self.node_mut(idx).hot = None;
-            if !self.node(idx).has(super::node::LISTED) && self.may_evict(idx) {
-                self.touch(idx);
-            }
+            self.relist(idx);
             self.reap(idx);
             return;
         }
-        if !self.node(idx).has(super::node::LISTED) && self.node(idx).has(NAMED) && self.may_evict(idx) {
-            self.touch(idx);
-        }
+        self.relist(idx);
         let droppable = self.may_drop(idx);
         let listed = self.hot(idx).is_some_and(|hot| hot.in_l1_list);
         if droppable && !listed {
@@ -758,6 +808,13 @@ impl Core {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
         }
         self.reap(idx);
+    }
+
+    /// Puts a file that can leave back into the list of files by recency.
+    fn relist(&mut self, idx: Idx) {
+        if !self.node(idx).has(super::node::LISTED) && self.may_evict(idx) {
+            self.touch(idx);
+        }
     }
 
     /// The kernel must not believe in the name any longer.

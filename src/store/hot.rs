@@ -227,6 +227,10 @@ pub struct Hot {
     pub building: Option<u64>,
     /// Pages of its device that it counts with beyond what it has there, until it is sealed or given up.
     pub expected: u64,
+    /// In which period that was said ([`Room`](super::core::Room)).
+    pub expected_in: u64,
+    /// Pages that it had on its device when its construction began, and those that were set aside for it since.
+    pub taken: u64,
     pub slab: Option<Slab>,
     /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
     pub mixed: bool,
@@ -332,6 +336,8 @@ impl Hot {
             phase,
             building: None,
             expected: 0,
+            expected_in: 0,
+            taken: 0,
             slab: None,
             mixed: false,
             no_passthrough: false,

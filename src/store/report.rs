@@ -19,6 +19,8 @@ pub struct Snapshot {
     pub capacity_bytes: u64,
     pub used_bytes: u64,
     pub used_peak_bytes: u64,
+    /// What files under construction will take beyond that, as far as one can tell.
+    pub expected_bytes: u64,
     pub catalog_used_bytes: u64,
     pub catalog_capacity_bytes: u64,
     pub dirty_bytes: u64,
@@ -53,6 +55,7 @@ impl Store {
             capacity_bytes: if core.settings.memory_only { 0 } else { core.settings.capacity_pages * 4096 },
             used_bytes: core.space.used() * 4096,
             used_peak_bytes: core.space.peak * 4096,
+            expected_bytes: core.space.expected() * 4096,
             catalog_used_bytes: core.catalog.used,
             catalog_capacity_bytes: if core.settings.memory_only { 0 } else { core.catalog.limit },
             dirty_bytes: core.dirty_pages * 4096,

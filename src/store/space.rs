@@ -13,6 +13,8 @@ use crate::l1::{Chunk, Slab};
 const SEARCH_MAX: usize = 4096;
 /// How many files may be dropped from L1 for one request for memory.
 const DROPS_MAX: usize = 4096;
+/// How many files that would have to leave are looked at, to compare devices.
+const PRICED_MAX: usize = 256;
 /// How many blocks of one large file are dropped at a time.
 const DROP_BLOCKS: usize = 16;
 
@@ -164,35 +166,46 @@ impl Core {
                 return Err(if coming { Stop::Room } else { Stop::Fail(self.no_space()) });
             }
         }
-        // How long the file will be, as far as anything says so.
-        let known = self.node(idx).size.max(self.guess(idx));
-        let whole = known.max(end).div_ceil(4096).max(pages);
         let nowhere = self.is_nowhere(idx);
         if nowhere {
-            let device = self.device_for(whole);
+            self.hot_mut(idx).taken = 0;
+            self.expect(idx, 0);
+        }
+        let has = self.hot(idx).map_or(0, |hot| hot.taken) + pages;
+        let rest = self.rest(idx, has, end);
+        if nowhere {
+            let device = self.device_for(pages + rest.unwrap_or(0));
             self.set_device(idx, device);
         }
         let device = self.node(idx).device;
         if self.space.on(device).free() < pages {
-            self.find_room(idx, pages, whole)?;
+            self.find_room(idx, pages)?;
         }
         let device = self.node(idx).device;
-        self.space.on(device).reserved += pages;
-        self.space.note_peak();
-        let Some(hot) = self.hot(idx).filter(|hot| hot.building.is_some()) else { return Ok(()) };
-        let expected = if nowhere || end > self.node(idx).size {
-            let becomes = if known >= end { known } else { self.ample_size(end) };
-            becomes.saturating_sub(end).div_ceil(4096)
-        } else {
-            hot.expected.saturating_sub(pages)
-        };
-        self.expect(idx, expected);
+        self.space.take(device, pages);
+        if self.hot(idx).is_some_and(|hot| hot.building.is_some()) {
+            self.hot_mut(idx).taken = has;
+            self.expect(idx, rest.unwrap_or_else(|| self.ample_pages(has).saturating_sub(has)));
+        }
         Ok(())
     }
 
-    /// Makes room for `pages` more of a file that will have `whole`, or takes it to a device where they are free. There
-    /// it has to fit as a whole: it does not move to where others have to leave for the rest of it.
-    fn find_room(&mut self, idx: Idx, pages: u64, whole: u64) -> Result<(), Stop> {
+    /// Pages that a file will take beyond the `has` that it has with those up to `end`, if anything says so: how long the
+    /// last files of its directory were, or how long it is itself. What is longer than it has bytes may consist of
+    /// holes, so it is taken at its word no further than a file of which nothing is known.
+    fn rest(&self, idx: Idx, has: u64, end: u64) -> Option<u64> {
+        let guess = self.guess(idx).div_ceil(4096).checked_sub(has.max(end.div_ceil(4096)));
+        let size = self.node(idx).size;
+        let told = (size >= end).then(|| size.div_ceil(4096).min(self.ample_pages(has)).saturating_sub(has));
+        guess.max(told)
+    }
+
+    fn ample_pages(&self, has: u64) -> u64 {
+        self.ample_size(has * 4096) / 4096
+    }
+
+    /// Makes room for `pages` more of a file, or takes it to a device where there is room for it as it is.
+    fn find_room(&mut self, idx: Idx, pages: u64) -> Result<(), Stop> {
         let device = self.node(idx).device;
         let Some(held) = self.only_reserved(idx) else {
             return if self.make_room(device, pages) { Ok(()) } else { Err(self.why_no_room(device)) };
@@ -200,29 +213,78 @@ impl Core {
         let free = |at: &u8| self.space.devices[usize::from(*at)].free();
         let mut others: Vec<u8> = (0..self.space.devices.len() as u8).filter(|&at| at != device).collect();
         others.sort_by_key(|at| Reverse(free(at)));
-        let roomy = others.first().copied().filter(|at| free(at) >= whole.max(held + pages));
-        let chosen = roomy
-            .or_else(|| self.make_room(device, pages).then_some(device))
-            // Better there than nowhere.
-            .or_else(|| others.into_iter().find(|&at| self.make_room(at, held + pages)));
-        match chosen {
-            Some(chosen) => self.move_reserved(idx, chosen),
-            None => return Err(self.why_no_room(device)),
-        }
+        // As long as there is room somewhere nobody leaves. Whether there is enough for what is still to come is no
+        // reason to stay where there is not even room for this.
+        let roomy = others.first().copied().filter(|at| free(at) >= held + pages);
+        let chosen = roomy.or_else(|| self.make_room_somewhere(device, pages, &others, held + pages));
+        let Some(chosen) = chosen else { return Err(self.why_no_room(device)) };
+        self.move_reserved(idx, chosen);
         Ok(())
     }
 
-    /// Where a file goes that will take `pages`: where there will be the most room. If that is nowhere enough, another
-    /// file leaves for it, so it goes where the least recently used one is (R8), unless that device will have less room
-    /// than the emptiest by more than a file like this: many that come at once are not to crowd there.
-    fn device_for(&self, pages: u64) -> u8 {
+    /// Makes room for `pages` more at `home`, or for `all` on one of the others, if what has to leave there was not used
+    /// since what would have to leave at home (R8).
+    fn make_room_somewhere(&mut self, home: u8, pages: u64, others: &[u8], all: u64) -> Option<u8> {
+        if !self.settings.evict {
+            return None;
+        }
+        let (mut chosen, mut wanted) = (home, pages);
+        let mut price = self.price_of(home, pages);
+        for &at in others {
+            let other = self.price_of(at, all);
+            if other < price {
+                (chosen, wanted, price) = (at, all, other);
+            }
+        }
+        self.make_room(chosen, wanted).then_some(chosen)
+    }
+
+    /// When the last of those files was used that have to leave so that `pages` of a device are free.
+    fn price_of(&mut self, device: u8, pages: u64) -> i64 {
+        let space = self.space.on(device);
+        if pages > space.capacity {
+            return i64::MAX;
+        }
+        let short = pages.saturating_sub(space.free());
+        self.price(device, short)
+    }
+
+    /// When the last was used of the files that leave a device first and have `pages` between them: the worst of what
+    /// taking these pages costs. [`i64::MAX`]: there are not that many.
+    fn price(&mut self, device: u8, pages: u64) -> i64 {
+        let (mut left, mut used) = (pages, i64::MIN);
+        let mut at = self.recency[usize::from(device)].back;
+        for _ in 0..PRICED_MAX {
+            if left == 0 {
+                break;
+            }
+            at = self.first_to_leave(at, NONE);
+            if at == NONE {
+                return i64::MAX;
+            }
+            left = left.saturating_sub(self.device_pages(at));
+            let node = self.node(at);
+            used = used.max(node.atime.max(node.mtime));
+            at = Ends::towards_front::<Recency>(&mut self.tree.nodes, at);
+        }
+        used
+    }
+
+    /// Where a file goes that will take `pages`: where there will be the most room. If that is nowhere enough, others
+    /// leave for it, so it goes where the last of these will have been used least recently (R8). Files that are under
+    /// construction there take the first of those that can leave: many that come at once do not crowd where the oldest is.
+    fn device_for(&mut self, pages: u64) -> u8 {
         let emptiest = self.space.emptiest();
-        let spare = |at: u8| self.space.devices[usize::from(at)].spare();
-        if !self.settings.evict || spare(emptiest) >= pages as i64 {
+        let spare = |space: &super::core::Space| space.spare();
+        if !self.settings.evict || spare(self.space.on(emptiest)) >= pages as i64 {
             return emptiest;
         }
-        let close = |&at: &u8| spare(at) + pages as i64 >= spare(emptiest);
-        self.by_age().into_iter().find(close).unwrap_or(emptiest)
+        let mut best = (i64::MAX, emptiest);
+        for device in 0..self.space.devices.len() as u8 {
+            let short = pages as i64 - spare(self.space.on(device));
+            best = best.min((self.price(device, short.max(0) as u64), device));
+        }
+        if best.0 == i64::MAX { emptiest } else { best.1 }
     }
 
     /// Whether nothing ties a file to its device.
@@ -252,11 +314,15 @@ impl Core {
 
     /// Has files leave a device until `pages` of it are free. Whether they are.
     fn make_room(&mut self, device: u8, pages: u64) -> bool {
+        if self.space.on(device).free() >= pages {
+            return true;
+        }
+        // Nobody leaves for what will not be enough.
+        if !self.settings.evict || self.price_of(device, pages) == i64::MAX {
+            return false;
+        }
         while self.space.on(device).free() < pages {
-            if pages > self.space.on(device).capacity
-                || !self.settings.evict
-                || !self.evict_from(device, NONE)
-            {
+            if !self.evict_from(device) {
                 return false;
             }
         }
@@ -278,32 +344,34 @@ impl Core {
 
     /// The same, but never `keep`.
     pub fn evict_file_but(&mut self, keep: Idx) -> bool {
-        self.by_age().into_iter().any(|device| self.evict_from(device, keep))
-    }
-
-    /// The devices, that with the least recently used file first.
-    fn by_age(&self) -> Vec<u8> {
-        let mut devices: Vec<u8> = (0..self.recency.len() as u8).collect();
-        devices.sort_by_key(|&device| {
-            let back = self.tree.nodes.get(self.recency[usize::from(device)].back);
-            back.map_or(i64::MAX, |node| node.atime.max(node.mtime))
-        });
-        devices
+        let mut first = (i64::MAX, NONE);
+        for device in 0..self.recency.len() {
+            let at = self.first_to_leave(self.recency[device].back, keep);
+            if let Some(node) = self.tree.nodes.get(at) {
+                first = first.min((node.atime.max(node.mtime), at));
+            }
+        }
+        let found = first.1 != NONE;
+        if found {
+            self.evict(first.1);
+        }
+        found
     }
 
     /// R8: the least recently used file of a device that nobody uses leaves, whole, and its name with it.
-    fn evict_from(&mut self, device: u8, keep: Idx) -> bool {
-        let mut at = self.recency[usize::from(device)].back;
-        while at != NONE {
+    fn evict_from(&mut self, device: u8) -> bool {
+        let at = self.first_to_leave(self.recency[usize::from(device)].back, NONE);
+        let found = at != NONE;
+        if found {
+            self.evict(at);
+        }
+        found
+    }
+
+    /// The first file from `at` on, which is in a list of files by recency, that can leave and is not `keep`.
+    fn first_to_leave(&mut self, mut at: Idx, keep: Idx) -> Idx {
+        while at != NONE && (at == keep || !self.may_evict(at)) {
             let next = Ends::towards_front::<Recency>(&mut self.tree.nodes, at);
-            if at != keep && self.may_evict(at) {
-                let pages = if self.settings.memory_only { 0 } else { self.device_pages(at) };
-                self.count_eviction(at, pages);
-                log::debug!("evict {}", self.tree.path(at));
-                self.invalidate(at);
-                self.drop_name(at, None, true);
-                return true;
-            }
             if at != keep {
                 // In use, or not yet stored. It comes back once that is over ([`Core::tidy`]): so a search passes it
                 // once, however many there are of its kind and however long they stay.
@@ -311,7 +379,15 @@ impl Core {
             }
             at = next;
         }
-        false
+        at
+    }
+
+    fn evict(&mut self, idx: Idx) {
+        let pages = if self.settings.memory_only { 0 } else { self.device_pages(idx) };
+        self.count_eviction(idx, pages);
+        log::debug!("evict {}", self.tree.path(idx));
+        self.invalidate(idx);
+        self.drop_name(idx, None, true);
     }
 
     /// Whole and never while open, leased, or not yet stored.

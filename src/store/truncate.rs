@@ -30,6 +30,7 @@ impl Core {
         let gone: Vec<Block> =
             if hot.blocks.len() > keep { hot.blocks.drain(keep..).collect() } else { Vec::new() };
         hot.valid_to = hot.valid_to.min(size);
+        hot.taken = hot.taken.min(size.div_ceil(4096));
         hot.size_kept = hot.size_kept.min(size);
         hot.crc_to = usize::MAX;
         if size == 0 {

@@ -59,11 +59,13 @@ pub struct Options {
     pub extra: Vec<String>,
     /// Where the stores lie, if not beside the mount.
     pub store_dir: Option<PathBuf>,
+    /// On how many files L2 lies, whatever the mode says (but for memory only).
+    pub stripes: Option<u64>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { l1_mib: 128, l2_mib: 512, extra: Vec::new(), store_dir: None }
+        Self { l1_mib: 128, l2_mib: 512, extra: Vec::new(), store_dir: None, stripes: None }
     }
 }
 
@@ -130,17 +132,18 @@ impl Mount {
     fn l2_args(&mut self) -> Vec<String> {
         let scratch = self.store_dir().to_owned();
         let mib = self.options.l2_mib;
-        match mode() {
-            Mode::Memory => Vec::new(),
-            Mode::Striped => (0..3)
+        let stripes = self.options.stripes.or((mode() == Mode::Striped).then_some(3));
+        match (mode(), stripes) {
+            (Mode::Memory, _) => Vec::new(),
+            (_, Some(count)) => (0..count)
                 .flat_map(|at| {
                     [
                         "--l2".to_owned(),
-                        format!("{}:{}MiB", scratch.join(format!("store.{at}")).display(), mib / 3),
+                        format!("{}:{}MiB", scratch.join(format!("store.{at}")).display(), mib / count),
                     ]
                 })
                 .collect(),
-            Mode::Block => {
+            (Mode::Block, None) => {
                 if self.loop_device.is_none() {
                     let file = scratch.join("store.0");
                     fs::File::create(&file).unwrap().set_len(mib << 20).unwrap();

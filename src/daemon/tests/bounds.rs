@@ -131,7 +131,7 @@ fn file_that_moves(told: bool) {
     }
     assert_eq!(answer(&rig.put(&slow, 0, &vec![1; 4 * MIB]), "a write"), Ok(4 * MIB as u32));
     let on = rig.store().lock().node(slow.id.idx()).device;
-    let expected = || [0, 1].map(|device| rig.store().lock().space.on(device).expected);
+    let expected = || [0, 1].map(|device| rig.store().lock().space.on(device).expected());
     assert!(expected()[usize::from(on)] > 0 && expected()[usize::from(1 - on)] == 0, "{:?}", expected());
     // Files fill both devices alike; then those on the other one go.
     let free = |device: u8| rig.store().lock().space.on(device).free() * 4096;
@@ -213,9 +213,9 @@ fn nothing_is_expected_of_a_file_that_has_ended() {
         let core = rig.store().lock();
         let mut of_files = vec![0; core.space.devices.len()];
         for idx in core.building.values().filter_map(|id| core.by_id(*id)) {
-            of_files[usize::from(core.node(idx).device)] += core.hot(idx).unwrap().expected;
+            of_files[usize::from(core.node(idx).device)] += core.expected_of(idx);
         }
-        let of_devices: Vec<u64> = core.space.devices.iter().map(|device| device.expected).collect();
+        let of_devices: Vec<u64> = core.space.devices.iter().map(|device| device.expected()).collect();
         assert_eq!(of_devices, of_files, "each file counts on its own device");
         of_devices.iter().sum::<u64>() as usize * 4096
     };
@@ -270,6 +270,127 @@ fn the_least_recently_used_file_of_all_devices_leaves() {
         let gone: Vec<usize> = (0..count).filter(|at| rig.find(&format!("file{at}")).is_err()).collect();
         assert_eq!(gone, (0..evicted()).collect::<Vec<_>>(), "after {count} files");
     }
+    rig.ends();
+}
+
+/// What the files before it say about the length of a new one is no reason to stay where there is no room: then others
+/// left for it, though it would have fit elsewhere.
+#[test]
+fn a_file_goes_where_it_fits_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = striped(dir.path(), 56, "");
+    // Two files of 20 MiB, which is what is expected of the next one.
+    (0..2).for_each(|at| rig.stored(&format!("before{at}"), &vec![1; 20 * MIB]));
+    let slow = rig.open_new("slow", libc::O_EXCL);
+    assert_eq!(answer(&rig.put(&slow, 0, &vec![2; MIB]), "a write"), Ok(MIB as u32));
+    let device = || rig.store().with(|core| core.node(slow.id.idx()).device);
+    let on = device();
+    // Others set room aside, until nothing is left there, and 8 MiB on the other device.
+    let leave = |device: u8, pages: u64| {
+        rig.store().with(|core| {
+            let space = core.space.on(device);
+            let taken = space.free() - pages;
+            space.reserved += taken;
+            taken
+        })
+    };
+    let (here, there) = (leave(on, 0), leave(1 - on, 8 << 8));
+    assert_eq!(answer(&rig.put(&slow, MIB as u64, &vec![2; MIB]), "a write"), Ok(MIB as u32));
+    assert_ne!(device(), on);
+    assert_eq!(rig.store().snapshot().counters.evictions_l2, 0, "nobody leaves as long as there is room");
+    rig.store().with(|core| {
+        core.space.on(on).reserved -= here;
+        core.space.on(1 - on).reserved -= there;
+    });
+    rig.store().release(&slow);
+    rig.drained();
+    assert_eq!(rig.read(rig.find("slow").unwrap(), 2 * MIB), Ok(vec![2; 2 * MIB]));
+    rig.ends();
+}
+
+/// A file of holes that is kept open is expected to fill them as long as it goes on, and no further than any other file
+/// that has as little; then it is not.
+#[test]
+fn holes_are_not_expected_to_be_filled_for_ever() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = striped(dir.path(), 64, "");
+    let held = rig.open_new("held", libc::O_EXCL);
+    rig.truncate(&held, 50 * MIB as u64);
+    let expected = || rig.store().snapshot().expected_bytes as usize;
+    let write = |at: usize| {
+        let written = answer(&rig.put(&held, at as u64, &[1; 4096]), "a write");
+        assert_eq!(written, Ok(4096));
+    };
+    write(40 * MIB);
+    assert!(expected() > 0 && expected() <= 4 * MIB, "{}", expected());
+    let before = expected();
+    let mut others = 0;
+    while expected() >= before {
+        rig.stored(&format!("other{others}"), &vec![2; MIB]);
+        others += 1;
+        assert!(others < 100, "it is expected for ever");
+    }
+    assert_eq!(expected(), 0);
+    // It goes on, and is expected to go on further.
+    write(20 * MIB);
+    assert!(expected() > 0);
+    rig.store().release(&held);
+    assert_eq!(expected(), 0);
+    rig.ends();
+}
+
+/// A device whose oldest file is in use passed for the one where the oldest would leave, and the next there did, though
+/// it had been closed just now and an older one lay on the other device.
+#[test]
+fn what_was_closed_last_leaves_last_on_whatever_device_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = striped(dir.path(), 56, "");
+    let device = |name: &str| {
+        let ino = rig.find(name).unwrap();
+        rig.store().with(|core| core.node(NodeId(ino).idx()).device)
+    };
+    rig.stored("held", &vec![1; 14 * MIB]);
+    // Opened before the other one is there, so it is the oldest of all.
+    let reader = rig.reader("held", 0);
+    rig.stored("old", &vec![1; 8 * MIB]);
+    let on = device("held");
+    assert_ne!(device("old"), on);
+    let mut count = 0;
+    let last = loop {
+        let name = format!("new{count}");
+        rig.stored(&name, &vec![1; MIB + count * 4096]);
+        if device(&name) == on {
+            break name;
+        }
+        count += 1;
+    };
+    assert!(rig.store().with(|core| core.evict_file()));
+    assert!(rig.find(&last).is_ok() && rig.find("old").is_err(), "the oldest leaves");
+    rig.store().release(&reader);
+    rig.ends();
+}
+
+/// Files that a search for one to leave had met while their records were on their way were never found again, once L1
+/// had dropped them meanwhile: they stayed for ever, and newer ones left.
+#[test]
+fn a_file_whose_record_was_on_its_way_can_leave_later() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let leaves = || rig.store().with(|core| core.evict_file());
+    rig.stored("first", &vec![1; MIB]);
+    rig.faults.hold_syncs();
+    rig.write("second", &vec![2; MIB]);
+    rig.faults.wait_for_sync();
+    rig.empty_l1();
+    let second = NodeId(rig.find("second").unwrap()).idx();
+    assert!(rig.store().with(|core| core.hot(second).is_none()), "it is cold");
+    assert!(leaves() && rig.find("first").is_err());
+    assert!(!leaves() && rig.find("second").is_ok(), "what is not durable stays");
+    rig.faults.release_syncs();
+    rig.drained();
+    rig.stored("third", &vec![3; MIB]);
+    assert!(leaves());
+    assert!(rig.find("second").is_err() && rig.find("third").is_ok(), "the older one leaves");
     rig.ends();
 }
 
