@@ -254,6 +254,7 @@ pub struct Core {
     /// Closes of private files so far.
     pub closes: u64,
     pub stopping: bool,
+    started: Instant,
 }
 
 /// Nanoseconds since 1970.
@@ -307,6 +308,7 @@ impl Core {
             poisoned: false,
             closes: 0,
             stopping: false,
+            started: Instant::now(),
         }
     }
 
@@ -471,7 +473,13 @@ impl Core {
         if self.node(idx).has(NAMED) && self.node(idx).kind() == Kind::File {
             let device = usize::from(self.node(idx).device);
             self.recency[device].push_front::<Recency>(&mut self.tree.nodes, idx);
+            self.node_mut(idx).touched = self.ticks();
         }
+    }
+
+    /// The time since the start, in sixteenths of a second, of which 32 bits hold eight years.
+    pub fn ticks(&self) -> u32 {
+        u32::try_from(self.started.elapsed().as_millis() * 16 / 1000 + 1).unwrap_or(u32::MAX)
     }
 
     pub fn forget_recency(&mut self, idx: Idx) {

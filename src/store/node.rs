@@ -181,6 +181,8 @@ pub struct Node {
     pub extents: Extents,
     pub crcs: Crcs,
     pub recency: Links,
+    /// When it came to the front of its list, in [`Core::ticks`](super::core::Core::ticks); 0 is never.
+    pub touched: u32,
     #[allow(clippy::box_collection, reason = "rare, and a word smaller than the vector itself")]
     pub xattrs: Option<Box<Xattrs>>,
     pub hot: Option<Box<Hot>>,
@@ -208,6 +210,7 @@ impl Node {
             extents: Extents::None,
             crcs: Crcs::None,
             recency: Links::default(),
+            touched: 0,
             xattrs: None,
             hot: None,
         }

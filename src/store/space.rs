@@ -18,6 +18,13 @@ const PRICED_MAX: usize = 256;
 /// How many blocks of one large file are dropped at a time.
 const DROP_BLOCKS: usize = 16;
 
+/// When a file was used last: in this run of the daemon, or else what its times say.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+struct LastUse {
+    touched: u32,
+    before: i64,
+}
+
 impl Core {
     /// A slab of `pages` pages for `idx`, dropping from L1 what it takes.
     pub fn alloc_slab(&mut self, pages: u32, idx: Idx) -> Option<Slab> {
@@ -232,27 +239,28 @@ impl Core {
         let mut price = self.price_of(home, pages);
         for &at in others {
             let other = self.price_of(at, all);
-            if other < price {
+            if other.is_some_and(|other| price.is_none_or(|price| other < price)) {
                 (chosen, wanted, price) = (at, all, other);
             }
         }
         self.make_room(chosen, wanted).then_some(chosen)
     }
 
-    /// When the last of those files was used that have to leave so that `pages` of a device are free.
-    fn price_of(&mut self, device: u8, pages: u64) -> i64 {
+    /// When the last of those files was used that have to leave so that `pages` of a device are free. None: they will not
+    /// be, whatever leaves.
+    fn price_of(&mut self, device: u8, pages: u64) -> Option<LastUse> {
         let space = self.space.on(device);
         if pages > space.capacity {
-            return i64::MAX;
+            return None;
         }
         let short = pages.saturating_sub(space.free());
         self.price(device, short)
     }
 
     /// When the last was used of the files that leave a device first and have `pages` between them: the worst of what
-    /// taking these pages costs. [`i64::MAX`]: there are not that many.
-    fn price(&mut self, device: u8, pages: u64) -> i64 {
-        let (mut left, mut used) = (pages, i64::MIN);
+    /// taking these pages costs. None: there are not that many.
+    fn price(&mut self, device: u8, pages: u64) -> Option<LastUse> {
+        let (mut left, mut used) = (pages, LastUse::default());
         let mut at = self.recency[usize::from(device)].back;
         for _ in 0..PRICED_MAX {
             if left == 0 {
@@ -260,14 +268,19 @@ impl Core {
             }
             at = self.first_to_leave(at, NONE);
             if at == NONE {
-                return i64::MAX;
+                return None;
             }
             left = left.saturating_sub(self.device_pages(at));
-            let node = self.node(at);
-            used = used.max(node.atime.max(node.mtime));
+            used = used.max(self.last_use(at));
             at = Ends::towards_front::<Recency>(&mut self.tree.nodes, at);
         }
-        used
+        Some(used)
+    }
+
+    /// To compare files of several devices. Times that clients set must not count while there is something better.
+    fn last_use(&self, idx: Idx) -> LastUse {
+        let node = self.node(idx);
+        LastUse { touched: node.touched, before: node.atime.max(node.mtime) }
     }
 
     /// Where a file goes that will take `pages`: where there will be the most room. If that is nowhere enough, others
@@ -279,12 +292,13 @@ impl Core {
         if !self.settings.evict || spare(self.space.on(emptiest)) >= pages as i64 {
             return emptiest;
         }
-        let mut best = (i64::MAX, emptiest);
+        let mut best: Option<(LastUse, u8)> = None;
         for device in 0..self.space.devices.len() as u8 {
             let short = pages as i64 - spare(self.space.on(device));
-            best = best.min((self.price(device, short.max(0) as u64), device));
+            let price = self.price(device, short.max(0) as u64).map(|price| (price, device));
+            best = best.into_iter().chain(price).min();
         }
-        if best.0 == i64::MAX { emptiest } else { best.1 }
+        best.map_or(emptiest, |(_, device)| device)
     }
 
     /// Whether nothing ties a file to its device.
@@ -318,7 +332,7 @@ impl Core {
             return true;
         }
         // Nobody leaves for what will not be enough.
-        if !self.settings.evict || self.price_of(device, pages) == i64::MAX {
+        if !self.settings.evict || self.price_of(device, pages).is_none() {
             return false;
         }
         while self.space.on(device).free() < pages {
@@ -344,18 +358,15 @@ impl Core {
 
     /// The same, but never `keep`.
     pub fn evict_file_but(&mut self, keep: Idx) -> bool {
-        let mut first = (i64::MAX, NONE);
+        let mut first: Option<(LastUse, Idx)> = None;
         for device in 0..self.recency.len() {
             let at = self.first_to_leave(self.recency[device].back, keep);
-            if let Some(node) = self.tree.nodes.get(at) {
-                first = first.min((node.atime.max(node.mtime), at));
-            }
+            let candidate = (at != NONE).then(|| (self.last_use(at), at));
+            first = first.into_iter().chain(candidate).min();
         }
-        let found = first.1 != NONE;
-        if found {
-            self.evict(first.1);
-        }
-        found
+        let Some((_, idx)) = first else { return false };
+        self.evict(idx);
+        true
     }
 
     /// R8: the least recently used file of a device that nobody uses leaves, whole, and its name with it.

@@ -5,6 +5,7 @@ use std::sync::mpsc::Receiver;
 
 use super::*;
 use crate::l2::Class;
+use crate::store::attr::Change;
 use crate::store::node::{NONE, NodeId};
 
 const MIB: usize = 1 << 20;
@@ -704,5 +705,29 @@ fn what_is_held_of_waiting_writes_is_told() {
     assert_eq!(rig.store().snapshot().waiting_bytes, 0);
     rig.store().release(&handle);
     rig.drained();
+    rig.ends();
+}
+
+/// Times that a client sets do not keep a file, nor its device, from their turn.
+#[test]
+fn a_file_from_the_future_leaves_like_any_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = striped(dir.path(), 56, "");
+    for at in 0..300 {
+        let name = format!("f{at}");
+        rig.stored(&name, &vec![1; MIB]);
+        if at < 2 {
+            let ino = rig.find(&name).unwrap();
+            let dated = Change { atime: Some(i64::MAX), mtime: Some(i64::MAX), ..Change::default() };
+            rig.store().setattr(ino, dated).unwrap();
+        }
+    }
+    for at in 0..2 {
+        assert_eq!(rig.find(&format!("f{at}")), Err(Errno::ENOENT), "{at} is the oldest of all");
+    }
+    // Half of what both devices hold, and whatever is on its way, was written last.
+    for at in 250..300 {
+        assert!(rig.find(&format!("f{at}")).is_ok(), "{at} is younger than many that stayed");
+    }
     rig.ends();
 }
