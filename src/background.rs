@@ -168,6 +168,13 @@ fn leave_terminal() -> nix::Result<()> {
     dup2_stderr(&null)
 }
 
+/// What is in a file that is to be a pid file.
+enum Content {
+    Pid(i32),
+    Nothing,
+    Else,
+}
+
 /// A pid file that goes when the daemon does.
 #[derive(Debug)]
 struct PidFile(PathBuf);
@@ -175,39 +182,72 @@ struct PidFile(PathBuf);
 impl PidFile {
     fn check_patiently(path: &Path) -> Result<()> {
         let deadline = Instant::now() + PID_FILE_PATIENCE;
-        loop {
-            match Self::check(path) {
-                Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(50)),
-                result => return result,
-            }
+        while Self::owner(path)?.is_some() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(50));
         }
+        Self::check(path)
     }
 
-    /// Another daemon that runs would lose its own. A process that only has the number of one that ended does not count.
+    /// Another daemon that runs would lose its own.
     fn check(path: &Path) -> Result<()> {
-        let name = |pid: &str| fs::read_to_string(format!("/proc/{pid}/comm")).ok();
-        match Self::pid_in(path) {
-            Some(pid)
-                if pid != getpid().as_raw()
-                    && name(&pid.to_string()).is_some_and(|found| Some(found) == name("self")) =>
-            {
-                Err(Error::new(
-                    format!("--pid-file {}", path.display()),
-                    format!("belongs to process {pid}, which runs"),
-                )
-                .remedy("wait if it is stopping, name another file, or stop that one first"))
-            }
-            _ => Ok(()),
+        match Self::owner(path)? {
+            Some(pid) => Err(Error::new(Self::shown(path), format!("belongs to process {pid}, which runs"))
+                .remedy("wait if it is stopping, name another file, or stop that one first")),
+            None => Ok(()),
         }
     }
 
-    fn pid_in(path: &Path) -> Option<i32> {
+    fn shown(path: &Path) -> String {
+        format!("--pid-file {}", path.display())
+    }
+
+    /// The daemon that runs and has its number there. A process that only has the number of one that ended does not count.
+    ///
+    /// # Errors
+    /// Something else is there, or it cannot be looked at, or there is no place for it.
+    fn owner(path: &Path) -> Result<Option<i32>> {
+        let name = |pid: &str| fs::read_to_string(format!("/proc/{pid}/comm")).ok();
+        let unfit = |error| {
+            Error::caused_by(Self::shown(path), error)
+                .remedy("name a file that can be written, and no symbolic link")
+        };
+        let pid = match Self::read(path) {
+            Ok(Content::Pid(pid)) => pid,
+            Ok(Content::Nothing) => return Ok(None),
+            Ok(Content::Else) => {
+                return Err(Error::new(Self::shown(path), "it holds something else than a process number")
+                    .remedy("name a file of its own: this one would be lost"));
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+                return parent
+                    .map_or(Ok(()), |parent| fs::metadata(parent).map(drop))
+                    .map_err(unfit)
+                    .map(|()| None);
+            }
+            Err(error) => return Err(unfit(error)),
+        };
+        let runs = pid != getpid().as_raw()
+            && name(&pid.to_string()).is_some_and(|found| Some(found) == name("self"));
+        Ok(runs.then_some(pid))
+    }
+
+    fn read(path: &Path) -> std::io::Result<Content> {
         // As it is written: not through a link. And a pipe must not hold us up.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
-        let mut text = String::new();
-        file.read_to_string(&mut text).ok()?;
-        text.trim().parse().ok().filter(|pid| *pid > 0)
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+        if !file.metadata()?.is_file() {
+            return Ok(Content::Else);
+        }
+        // More than any number has.
+        let mut text = Vec::new();
+        file.take(64).read_to_end(&mut text)?;
+        let text = String::from_utf8_lossy(&text);
+        Ok(match text.trim().parse() {
+            Ok(pid) if pid > 0 => Content::Pid(pid),
+            _ if text.is_empty() => Content::Nothing,
+            _ => Content::Else,
+        })
     }
 
     fn write(path: PathBuf) -> Result<Self> {
@@ -230,7 +270,7 @@ impl PidFile {
 impl Drop for PidFile {
     fn drop(&mut self) {
         // If it is gone already, somebody cleaned up before us; if it names another, it is that one's.
-        if Self::pid_in(&self.0) == Some(getpid().as_raw()) {
+        if matches!(Self::read(&self.0), Ok(Content::Pid(pid)) if pid == getpid().as_raw()) {
             let _ = fs::remove_file(&self.0);
         }
     }

@@ -445,6 +445,13 @@ impl Config {
             return Err(wrong("queue_depth", format!("{} is out of range", self.queue_depth))
                 .remedy(format!("give 1 to {QUEUE_DEPTH_MAX}")));
         }
+        let own_files = [("pid_file", &self.pid_file), ("log_file", &self.log_file)];
+        for (key, path) in own_files.into_iter().filter_map(|(key, path)| Some((key, path.as_ref()?))) {
+            if self.l2.iter().any(|store| same_file(&store.path, path)) {
+                return Err(wrong(key, format!("{} is a store of --l2", path.display()))
+                    .remedy("name a file of its own"));
+            }
+        }
         if self.l2_files_max == Some(0) {
             return Err(wrong("l2_files_max", "0 leaves no room for any file".to_owned())
                 .remedy("leave out --l2 for a memory-only mount"));
@@ -532,6 +539,12 @@ fn absolute(what: &str, path: PathBuf) -> Result<PathBuf> {
         return Err(Error::new(what, "is empty").remedy("name a path"));
     }
     std::path::absolute(&path).map_err(|error| Error::caused_by(format!("{what} {}", path.display()), error))
+}
+
+/// Whether two paths lead to one file, whether or not it is there.
+fn same_file(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    real(one) == real(other)
 }
 
 fn default_l1(host: &Host) -> Bytes {

@@ -255,6 +255,15 @@ impl Daemon {
         };
         if let Some(volume) = &volume {
             notes.extend(volume.notes());
+            if let Some(asked) = config.l2_files_max.filter(|asked| *asked > volume.files_max()) {
+                let note = format!(
+                    "--l2-files-max {asked}: the store was made for {} files; more take a new one, made with --format, \
+                     which loses what is in it",
+                    volume.files_max()
+                );
+                log::warn!("{note}");
+                notes.push(note);
+            }
         }
         let slabs_max = raise_limits(&mut notes);
         let watcher = volume.clone().map(|volume| Arc::new(FixedBuffers(volume)) as Arc<dyn RegionWatcher>);

@@ -1,13 +1,15 @@
 //! Where log lines go: standard error, the journal or a file.
 
-use std::fs::OpenOptions;
-use std::io::Write as _;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read as _, Write as _};
+use std::path::Path;
 
 use env_logger::{Builder, Target};
 use log::{Level, LevelFilter};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::l2::MAGIC;
 
 /// Starts logging and says what is notable about the configuration.
 ///
@@ -19,6 +21,10 @@ pub fn init(config: &Config) -> Result<()> {
     // It calls it an error when whoever asked has gone away meanwhile.
     builder.filter_module("fuser::reply", LevelFilter::Off);
     if let Some(path) = &config.log_file {
+        if is_store(path) {
+            return Err(Error::new(format!("--log-file {}", path.display()), "it is a kvcachefs store")
+                .remedy("name a file of its own"));
+        }
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(|error| {
             Error::caused_by(format!("--log-file {}", path.display()), error)
                 .remedy("name a file that can be written")
@@ -34,6 +40,14 @@ pub fn init(config: &Config) -> Result<()> {
         log::warn!("{note}");
     }
     Ok(())
+}
+
+fn is_store(path: &Path) -> bool {
+    let mut start = [0; MAGIC.len()];
+    // A pipe or a terminal has nothing to read, and must not hold us up.
+    fs::metadata(path).is_ok_and(|meta| meta.is_file())
+        && File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok()
+        && start == *MAGIC
 }
 
 /// A panic ends the daemon, and the log says where it was. A thread less, or a state half changed, would be worse than a

@@ -137,6 +137,59 @@ fn a_start_that_is_refused_leaves_no_store_behind() {
     }
 }
 
+/// What is named as a pid file or a log is written, or goes: nothing else may be lost for it.
+#[test]
+fn a_pid_file_or_log_that_is_something_else_stays_as_it_is() {
+    let place = Place::new();
+    place.mounts(&[&format!("--l2={}:64MiB", place.at("store"))]);
+    let notes = place.write("notes", "precious\n12\n");
+    let content = |name: &str| fs::read(place.at(name)).unwrap();
+    let (store, text) = (content("store"), content("notes"));
+    let (pid_of, log_of) =
+        (|path: &str| format!("--pid-file={path}"), |path: &str| format!("--log-file={path}"));
+    let at = place.at("store");
+    place.refuses(
+        &["--l1=64MiB", &pid_of(&notes)],
+        &["--pid-file", &notes, "something else", "file of its own"],
+    );
+    place.refuses(&["--l1=64MiB", &pid_of(&at)], &["--pid-file", &at, "something else"]);
+    let own = format!("--l2={at}");
+    place.refuses(&["--l1=64MiB", &own, &pid_of(&at)], &["--pid-file", &at, "is a store of --l2"]);
+    place.refuses(&["--l1=64MiB", &own, &log_of(&at)], &["--log-file", &at, "is a store of --l2"]);
+    place.refuses(&["--l1=64MiB", &log_of(&at)], &["--log-file", &at, "is a kvcachefs store"]);
+    place.refuses(&["--l1=64MiB", &pid_of(&place.mnt())], &["--pid-file", "something else"]);
+    assert!(content("store") == store && content("notes") == text);
+    // One that is empty, or is left of a daemon that was killed, is taken.
+    for left in ["", "2147483647\n"] {
+        let path = place.write("daemon.pid", left);
+        place.mounts(&[]);
+        assert!(!Path::new(&path).exists());
+    }
+}
+
+#[test]
+fn paths_of_a_store_that_are_mixed_up_are_named() {
+    let place = Place::new();
+    let l2 = |name: &str, size: &str| format!("--l2={}{size}", place.at(name));
+    place.mounts(&[&l2("one", ":512MiB"), &l2("two", ":64MiB")]);
+    let (one, two) = (l2("one", ""), l2("two", ""));
+    place.refuses(&["--l1=64MiB", &two, &one], &["two", "it is path 2 of its store, not 1"]);
+    place.refuses(&["--l1=64MiB", &two], &["two", "its store has 2 paths, 1 is given"]);
+    place.mounts(&[&one, &two]);
+
+    let other = place.write("other", &"x".repeat(50 << 20));
+    for size in [":64MiB", ":32MiB"] {
+        place.refuses(
+            &["--l1=64MiB", &l2("other", size)],
+            &[&other, "50MiB", "not a kvcachefs store", "another path"],
+        );
+    }
+    std::os::unix::fs::symlink("/nowhere/store", place.at("link")).unwrap();
+    place.refuses(&["--l1=64MiB", &l2("link", ":64MiB")], &["link", "symbolic link to what is not there"]);
+    let log = place.mounts(&[&one, &two, "--l2-files-max=100000000"]);
+    assert!(log.contains("--l2-files-max 100000000: the store was made for"), "{log}");
+}
+
 /// What a refusal tells people to do works, and the log says what it has cost.
 #[test]
 fn a_store_keeps_its_size_until_it_is_made_anew() {

@@ -23,7 +23,8 @@ use nix::fcntl::{FallocateFlags, FcntlArg, OFlag, fallocate, fcntl};
 use nix::sys::statvfs::fstatvfs;
 use nix::unistd::{Whence, lseek};
 
-use super::{Class, Direction, Engine, EngineOptions, Io, Target, Threads, Uring};
+use super::volume::COPY_AT;
+use super::{Class, Direction, Engine, EngineOptions, Io, MAGIC, Target, Threads, Uring};
 use crate::config::L2_MIN;
 use crate::memory::{PAGE, Span};
 use crate::units::Bytes;
@@ -315,6 +316,7 @@ fn open_exclusively(path: &Path, may_create: bool) -> Result<Opened, Cause> {
     }
     let file = options.open(path).map_err(|error| match error.raw_os_error() {
         Some(libc::EBUSY) => Cause::Mounted,
+        Some(libc::EEXIST) if path.is_symlink() => Cause::LeadsNowhere,
         Some(libc::EEXIST) => Cause::InUse(None), // somebody else made it a moment ago
         _ => Cause::step("opening it")(error),
     })?;
@@ -359,7 +361,9 @@ fn measure(file: &mut File, is_block: bool, size: Option<u64>, remake: bool) -> 
         None => has - has % PAGE as u64,
         // One that is too long is cut when it is certain that the new store can be made.
         Some(size) if has == 0 || remake => size,
-        Some(size) if size != has => return Err(Cause::OtherSize { asked: size, has }),
+        Some(size) if size != has => {
+            return Err(Cause::OtherSize { asked: size, has, ours: begins_like_ours(file) });
+        }
         Some(size) => size,
     };
     if len == 0 {
@@ -457,6 +461,12 @@ pub struct DeviceError {
     cause: Cause,
 }
 
+/// Whether one of the two copies of a superblock is there, as far as its first bytes tell.
+fn begins_like_ours(file: &File) -> bool {
+    let mut start = [0; MAGIC.len()];
+    [0, COPY_AT].iter().any(|at| file.read_exact_at(&mut start, *at).is_ok() && start == *MAGIC)
+}
+
 #[derive(Debug)]
 enum Cause {
     Missing,
@@ -464,12 +474,15 @@ enum Cause {
     /// Who holds it, if the kernel tells.
     InUse(Option<(i32, String)>),
     Mounted,
+    LeadsNowhere,
     OddSize {
         size: u64,
     },
     OtherSize {
         asked: u64,
         has: u64,
+        /// It is a store, or was one.
+        ours: bool,
     },
     SmallDevice {
         asked: u64,
@@ -515,10 +528,18 @@ impl fmt::Display for DeviceError {
             Cause::Mounted => {
                 write!(f, "in use, mounted or held by another program: unmount it, or use another device")
             }
+            Cause::LeadsNowhere => {
+                write!(f, "it is a symbolic link to what is not there: remove it, or use another path")
+            }
             Cause::OddSize { size } => {
                 write!(f, "{size} bytes is no size for a store: use a positive multiple of 4096")
             }
-            Cause::OtherSize { asked, has } => {
+            Cause::OtherSize { asked, has, ours: false } => {
+                let (has, asked) = (Bytes(*has), Bytes(*asked));
+                write!(f, "it has {has} and is not a kvcachefs store: name another path, ")?;
+                write!(f, "or give --format to make a new one of {asked}, which loses what is in it")
+            }
+            Cause::OtherSize { asked, has, ours: true } => {
                 let than = if has < asked { "less" } else { "more" };
                 let (has, asked) = (Bytes(*has), Bytes(*asked));
                 write!(f, "it has {has}, {than} than the {asked} asked for, and a store keeps its size: ")?;

@@ -28,5 +28,6 @@ pub use engine::{Class, Direction, Engine, EngineOptions, Io, Target};
 pub use extents::{Allocator, BLOCK_BYTES, ClaimError, Extent, Extents};
 pub use faulty::{Faults, Faulty, Logged};
 pub use meters::{ClassGauges, EngineGauges};
+pub use superblock::MAGIC;
 pub use threads::Threads;
 pub use uring::Uring;

@@ -25,7 +25,7 @@ use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
 use crate::units::{Bytes, counted, date};
 
 /// Where the superblock's copy is. Devices tear writes at sectors, not over pages that are apart.
-const COPY_AT: u64 = PAGE as u64;
+pub(super) const COPY_AT: u64 = PAGE as u64;
 /// Start of what follows the superblocks.
 const META_AT: u64 = 64 << 10;
 /// Data starts at a multiple of this, so that whole blocks stay aligned for any device.
@@ -520,7 +520,8 @@ fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
         let shown = device.path().display();
         let error = match found {
             Found::Ours(superblock) => {
-                let wrong = if let Some(flaw) = flaw(&superblock, at) {
+                let own = superblock.device as usize;
+                let wrong = if let Some(flaw) = flaw(&superblock, own) {
                     Some(format!("its superblock cannot be one of ours: {flaw}"))
                 } else if superblock.len > device.len() {
                     Some(format!(

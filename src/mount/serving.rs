@@ -7,6 +7,9 @@
 use std::fs;
 use std::path::Path;
 
+use nix::errno::Errno;
+use nix::unistd::Pid;
+
 /// `PF_EXITING` in the kernel's flags of a process.
 const EXITING: u32 = 4;
 
@@ -52,7 +55,10 @@ fn has_open(pid: i32, minor: &str, told: &mut bool) -> bool {
 /// Whether a process has ended, or is about to and will do nothing more.
 pub fn is_ending(pid: i32) -> bool {
     let process = Path::new("/proc").join(pid.to_string());
-    let Ok(stat) = fs::read_to_string(process.join("stat")) else { return true };
+    let Ok(stat) = fs::read_to_string(process.join("stat")) else {
+        // If something hides /proc, it says nothing about anybody.
+        return nix::sys::signal::kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH);
+    };
     // The name, in brackets, may contain anything. Then: state, parent, group, session, terminal, its group, flags.
     let mut fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
     let state = fields.next().unwrap_or("X");
@@ -94,6 +100,24 @@ mod tests {
         }
         child.wait().expect("wait");
         assert!(is_ending(pid));
+    }
+
+    /// It cut off daemons that lived.
+    #[test]
+    fn who_cannot_be_looked_at_is_not_taken_for_dead() {
+        use nix::mount::{MsFlags, mount};
+        use nix::sched::{CloneFlags, unshare};
+        let own = i32::try_from(std::process::id()).expect("a pid");
+        let look = std::thread::spawn(move || {
+            // For this thread alone.
+            unshare(CloneFlags::CLONE_NEWNS).expect("a namespace of mounts, which takes root");
+            mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
+                .expect("private");
+            mount(Some("none"), "/proc", Some("tmpfs"), MsFlags::empty(), None::<&str>).expect("a mount");
+            assert!(!Path::new("/proc/self").exists());
+            (is_ending(own), is_ending(i32::MAX))
+        });
+        assert_eq!(look.join().expect("the thread"), (false, true));
     }
 
     #[test]
