@@ -11,9 +11,10 @@ cd "$(dirname "$0")/.."
 modes="auto daemon threads memory striped block strict"
 while [ $# -gt 0 ]; do
     case $1 in
-    --modes) modes=${2:?--modes wants a list of modes}; shift 2 ;;
+    --modes) [ $# -gt 1 ] || { echo "--modes: name some of: $modes" >&2; exit 1; }; modes=$2; shift 2 ;;
     --full) export KVCACHEFS_TEST_FULL=1 KVCACHEFS_TEST_KILLS=200 KVCACHEFS_TEST_CUTS=3000; shift ;;
     --) shift; break ;;
+    -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;
     *) echo "$1: unknown; use --modes, --full or --" >&2; exit 1 ;;
     esac
 done

@@ -123,7 +123,7 @@ pub struct Layer {
     #[arg(long, value_name = "SIZE", help_heading = READING)]
     pub chunk_reserve: Option<Bytes>,
 
-    /// Files up to this size share slabs and are served by the daemon. Default: 256KiB.
+    /// Files up to this size share arenas of 2MiB and are read through the daemon. Default: 256KiB.
     #[arg(long, value_name = "SIZE", help_heading = READING)]
     pub small_file_max: Option<Bytes>,
 
