@@ -169,6 +169,206 @@ fn a_drain_covers_the_new_name_of_a_file_under_construction() {
     }
 }
 
+/// What is held up is written when it is told; `held` is then on its way.
+fn publish_held(rig: &Rig, name: &str, byte: u8) {
+    rig.faults.hold(Class::WriteBack);
+    rig.write(name, &[byte; SIZE]);
+    rig.wait(|| rig.faults.held(Class::WriteBack) > 0);
+}
+
+type Answer = Box<dyn FnOnce(Result<(), Errno>) + Send>;
+
+/// The copy of the device is taken when the answer comes, before anything else is committed.
+fn crash_at_the_answer(dir: &Path) -> (tempfile::TempDir, Answer, Receiver<Result<(), Errno>>) {
+    let crashed = tempfile::tempdir().unwrap();
+    let (store, copy) = (dir.join("store"), crashed.path().join("store"));
+    let (tell, told) = channel();
+    let answer = Box::new(move |result| {
+        std::fs::copy(store, copy).unwrap();
+        tell.send(result).unwrap();
+    });
+    (crashed, answer, told)
+}
+
+/// It was answered while only what stands in for an unfinished version held what it covers, behind it in the queue.
+#[test]
+fn a_drain_waits_for_what_stands_in_behind_it() {
+    for written in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let rig = Rig::start(dir.path());
+        publish_held(&rig, "f", 1);
+        let (crashed, answer, drained) = crash_at_the_answer(dir.path());
+        rig.store().barrier(answer);
+        rig.write("tmp", &vec![2; 6 << 20]);
+        rename(&rig, "tmp", "f");
+        let writer = open(&rig, "f", libc::O_WRONLY);
+        if written {
+            write(&rig, &writer, &[3; SIZE / 2]);
+        }
+        rig.faults.release(Class::WriteBack);
+        assert_eq!(drained.recv().unwrap(), Ok(()));
+        let later = Rig::start(crashed.path());
+        let read = later.read(later.find("f").unwrap(), 2 * SIZE).unwrap();
+        assert!(read.iter().all(|byte| *byte == read[0]) && [1, 2].contains(&read[0]), "written: {written}");
+        later.stop();
+        rig.store().release(&writer);
+        assert_eq!(rig.drain(), Ok(()));
+        rig.stop();
+    }
+}
+
+/// It stored the unfinished one, which had nothing yet: zeros in place of what had been published.
+#[test]
+fn an_fsync_of_a_replaced_version_does_not_store_an_unfinished_one() {
+    for written in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let rig = Rig::start(dir.path());
+        publish_held(&rig, "f", 1);
+        let reader = open(&rig, "f", libc::O_RDONLY);
+        let (crashed, answer, synced) = crash_at_the_answer(dir.path());
+        rig.store().fsync(&reader, answer);
+        rig.write("tmp", &[2; SIZE]);
+        rename(&rig, "tmp", "f");
+        let writer = open(&rig, "f", libc::O_WRONLY);
+        if written {
+            write(&rig, &writer, &[3; SIZE / 2]);
+        }
+        rig.faults.release(Class::WriteBack);
+        assert_eq!(synced.recv().unwrap(), Ok(()));
+        let later = Rig::start(crashed.path());
+        assert_holds(&later, "f", 2);
+        later.stop();
+        rig.store().release(&writer);
+        rig.store().release(&reader);
+        assert_eq!(rig.drain(), Ok(()));
+        rig.stop();
+    }
+}
+
+/// The fsync came after the name had been taken, or what took it was itself replaced meanwhile.
+#[test]
+fn an_fsync_of_what_has_lost_its_name_waits_for_whoever_has_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.write("f", &[1; SIZE]);
+    assert_eq!(rig.drain(), Ok(()));
+    publish_held(&rig, "other", 9);
+    rig.write("tmp", &[2; SIZE]);
+    rename(&rig, "tmp", "f");
+    let second = open(&rig, "f", libc::O_RDONLY);
+    for byte in 3..6 {
+        rig.write("tmp", &vec![byte; 6 << 20]);
+        rename(&rig, "tmp", "f");
+    }
+    let (crashed, answer, synced) = crash_at_the_answer(dir.path());
+    rig.store().fsync(&second, answer);
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(synced.recv().unwrap(), Ok(()));
+    let later = Rig::start(crashed.path());
+    assert_eq!(later.read(later.find("f").unwrap(), 1), Ok(vec![5]));
+    later.stop();
+    rig.store().release(&second);
+    rig.stop();
+}
+
+/// The record of what an open version was made of went with the directory that it had left.
+#[test]
+fn a_file_that_moved_while_it_was_open_does_not_go_with_its_old_directory() {
+    for closed in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let rig = Rig::start(dir.path());
+        let make = |name: &[u8]| rig.store().mkdir(ROOT_INO, name, 0o755, &Rig::caller()).unwrap().attr.ino;
+        let (from, to) = (make(b"from"), make(b"to"));
+        rig.write("f", &[1; SIZE]);
+        rig.store().rename(ROOT_INO, b"f", from, b"f", 0, &Rig::caller()).unwrap();
+        assert_eq!(rig.drain(), Ok(()));
+        let ino = rig.find_in(from, "f").unwrap();
+        assert_eq!(rig.store().open(ino, libc::O_RDWR, &Rig::caller()).err(), Some(Errno::ESTALE));
+        let ino = rig.find_in(from, "f").unwrap();
+        let writer = rig.store().open(ino, libc::O_RDWR, &Rig::caller()).unwrap().handle;
+        rig.store().rename(from, b"f", to, b"f", 0, &Rig::caller()).unwrap();
+        rig.store().rmdir(ROOT_INO, b"from").unwrap();
+        if closed {
+            rig.store().release(&writer);
+        } else {
+            assert_eq!(rig.fsync(&writer), Ok(()));
+        }
+        assert_eq!(rig.drain(), Ok(()));
+        after_a_crash(dir.path(), |rig| {
+            let found = rig.find_in(rig.find("to").unwrap(), "f").unwrap();
+            assert_eq!(rig.read(found, SIZE), Ok(vec![1; SIZE]), "closed: {closed}");
+        });
+        if !closed {
+            rig.store().release(&writer);
+        }
+        rig.stop();
+    }
+}
+
+/// A rename is one step, also of a file that is open to write: what takes the old name does not take its bytes along.
+#[test]
+fn a_new_file_under_the_old_name_leaves_a_renamed_open_one_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.write("f", &[1; SIZE]);
+    assert_eq!(rig.drain(), Ok(()));
+    let writer = open(&rig, "f", libc::O_RDWR);
+    write(&rig, &writer, &[2; SIZE / 2]);
+    rename(&rig, "f", "g");
+    let fresh = rig.create("f", &[3; SIZE]);
+    assert_eq!(rig.fsync(&fresh), Ok(()));
+    after_a_crash(dir.path(), |rig| {
+        assert_holds(rig, "g", 1);
+        assert_holds(rig, "f", 3);
+    });
+    rig.store().release(&fresh);
+    rig.store().release(&writer);
+    rig.stop();
+}
+
+/// What is replaced over and over before it can be stored is freed, not kept until its turn.
+#[test]
+fn what_is_replaced_before_it_is_stored_is_given_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    // Nothing is sent to the device: it has enough to do.
+    rig.store().with(|core| core.queue.in_flight += 1 << 30);
+    let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC;
+    for byte in 0..60 {
+        let (_, Opened { handle, .. }) =
+            rig.store().create(ROOT_INO, b"f", 0o644, flags, &Rig::caller()).unwrap();
+        write(&rig, &handle, &[byte; SIZE]);
+        rig.store().release(&handle);
+    }
+    assert_eq!(rig.store().snapshot().dirty_bytes, SIZE.next_multiple_of(4096) as u64);
+    rig.store().with(|core| {
+        let replaced = core.tree.child(0, b"f").and_then(|idx| core.hot(idx)).map(|hot| hot.supersedes.len());
+        assert_eq!(replaced, Some(0), "nothing that it replaced has a record");
+        core.queue.in_flight -= 1 << 30;
+        core.wakes.writer = true;
+    });
+    assert_eq!(rig.drain(), Ok(()));
+    after_a_crash(dir.path(), |rig| assert_holds(rig, "f", 59));
+    rig.stop();
+}
+
+/// What could not be stored is gone, though somebody had it open to write and did not.
+#[test]
+fn what_was_lost_does_not_come_back_when_its_writer_closes() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    publish_held(&rig, "f", 1);
+    let writer = open(&rig, "f", libc::O_WRONLY);
+    rig.faults.fail_next(crate::l2::Direction::Write, 1, libc::EIO);
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(rig.drain(), Err(Errno::EIO));
+    rig.store().release(&writer);
+    assert_eq!(rig.find("f"), Err(Errno::ENOENT));
+    assert_eq!(rig.drain(), Ok(()));
+    rig.wait(|| rig.store().snapshot().used_bytes == 0);
+    rig.stop();
+}
+
 /// In another directory its old place may be that of a neighbour, who must not be lost for it.
 #[test]
 fn a_file_under_construction_takes_nobodys_place_in_another_directory() {

@@ -538,7 +538,8 @@ impl Core {
         };
         old.extend(self.take_replaced(idx));
         // What is on its way to the device while its successor is not complete will have a record, too.
-        let building = successor.is_some_and(|new| matches!(self.hot_mut(new).phase, Phase::Open));
+        let is_open = |new: Idx| self.hot(new).is_some_and(|hot| matches!(hot.phase, Phase::Open));
+        let building = successor.is_some_and(is_open);
         let coming = building && self.in_write_back(idx);
         if self.node(idx).has(DURABLE) || coming {
             old.push(self.id(idx));
@@ -567,9 +568,20 @@ impl Core {
                 self.heirs.remove(&id);
                 continue;
             };
-            // Nobody sees it yet; or it is not complete, and the one before is stored in its place.
-            if !self.node(idx).has(NAMED) || !self.hot_mut(idx).sealed() {
+            if !self.node(idx).has(NAMED) {
+                // Nobody sees it yet.
                 continue;
+            }
+            if !self.hot_mut(idx).sealed() {
+                if self.is_stood_in_for(idx) {
+                    any = true;
+                    continue;
+                }
+                if self.hot_mut(idx).base.is_some() {
+                    // What it shows could not be stored.
+                    continue;
+                }
+                // It is written in place: there is nothing else that would hold what was published.
             }
             if self.hot_mut(idx).write_back == WriteBack::None {
                 self.store_soon(idx);
@@ -591,14 +603,20 @@ impl Core {
         })
     }
 
-    /// The version that has the name now that `idx` had, if there is one.
-    pub fn heir_of(&self, idx: Idx) -> Option<Idx> {
-        let next = |idx: Idx| self.hot(idx).and_then(|hot| hot.heir).and_then(|id| self.by_id(id));
-        let mut at = next(idx)?;
-        while !self.node(at).has(NAMED) {
-            at = next(at)?;
+    /// The version that took the name of `idx` is under construction, and what a drain waits for on its account may be done
+    /// with this one, which is stored now or lost.
+    pub fn has_stood_in(&mut self, idx: Idx) {
+        let heir = self.hot(idx).filter(|hot| hot.superseded).and_then(|hot| hot.heir);
+        let Some(heir) = heir.and_then(|id| self.by_id(id)) else { return };
+        if !self.hot_mut(heir).sealed() && !self.is_stood_in_for(heir) {
+            self.heirs.remove(&self.id(heir));
         }
-        Some(at)
+    }
+
+    /// Whether something that this version under construction has replaced is on its way to the device in its place.
+    fn is_stood_in_for(&self, idx: Idx) -> bool {
+        let replaced = self.hot(idx).map_or(&[][..], |hot| hot.supersedes.as_slice());
+        replaced.iter().filter_map(|id| self.by_id(*id)).any(|old| self.stands_in(old))
     }
 
     /// Has the records of `ids` stand until that of `new` is there.
@@ -665,7 +683,9 @@ impl Core {
             }
             // What is still open keeps its place after the record is gone, so it does not count as leaving.
             let (device, pages) = match self.by_id(id) {
-                Some(idx) if self.hot(idx).is_none_or(|hot| !hot.kept()) => {
+                Some(idx)
+                    if self.node(idx).has(DURABLE) && self.hot(idx).is_none_or(|hot| !hot.is_held()) =>
+                {
                     (self.node(idx).device, self.device_pages(idx))
                 }
                 _ => (0, 0),
@@ -706,12 +726,7 @@ impl Core {
             return;
         }
         if let Some(hot) = &node.hot
-            && (hot.kept()
-                || hot.pins > 0
-                || hot.transfers > 0
-                || hot.based > 0
-                || hot.private().is_some_and(|private| private.parent != NONE)
-                || !hot.reads.is_empty())
+            && (hot.is_held() || hot.private().is_some_and(|private| private.parent != NONE))
         {
             return;
         }
@@ -732,6 +747,10 @@ impl Core {
                 self.aliases.remove(&alias);
             }
             for (_, reply) in hot.fsyncs.drain(..) {
+                if hot.heir.is_some() {
+                    self.answer_with_successors(reply);
+                    continue;
+                }
                 // The file is gone; there is nothing left that could be lost.
                 self.effects.push(Effect::Reply(Box::new(move || reply(Ok(())))));
             }
@@ -838,8 +857,9 @@ impl Core {
         let path = self.tree.path(idx);
         self.event(format!("lost {path}: {why}"));
         log::error!("{path}: {why}; the file is gone from the tree");
+        self.node_mut(idx).set(super::node::LOST, true);
+        self.has_stood_in(idx);
         let node = self.node_mut(idx);
-        node.set(super::node::LOST, true);
         if node.has(NAMED) {
             self.invalidate(idx);
             self.drop_name(idx, None, true);

@@ -384,6 +384,11 @@ impl Hot {
         !self.opened.is_empty() || self.promised > 0 || self.held > 0
     }
 
+    /// Somebody uses its bytes, wherever they are: they stay, whatever becomes of its name and its record.
+    pub fn is_held(&self) -> bool {
+        self.kept() || self.pins > 0 || self.transfers > 0 || self.based > 0 || !self.reads.is_empty()
+    }
+
     /// How many of a resident block's first `len` bytes somebody wrote: recycled memory behind them shows nothing but
     /// zeros.
     pub fn defined(&self, index: usize, len: usize) -> usize {

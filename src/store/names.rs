@@ -259,6 +259,7 @@ impl Core {
         self.touch_dir(new_parent);
         self.node_mut(idx).ctime = now();
         self.changed(idx);
+        self.settle_names(idx);
         Ok(())
     }
 

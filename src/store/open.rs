@@ -333,6 +333,12 @@ impl Core {
             self.remove_records(supersedes);
             return;
         }
+        if self.node(old).has(LOST) {
+            // It could not be stored, and is gone like any other such file.
+            self.hot_mut(new).supersedes = supersedes;
+            self.invalidate(new);
+            return self.drop_name(new, None, true);
+        }
         // Without the version that shows its bytes nothing may be left that keeps the original: no name, no record.
         self.hot_mut(old).held += 1;
         self.drop_name(new, None, true);

@@ -176,7 +176,18 @@ impl Core {
         } else if named {
             self.store_soon(idx);
         }
+        self.let_replaced_go(idx);
         self.tidy(idx);
+    }
+
+    /// What this one has replaced need not stand in for it any more. What has no record is of no use then.
+    fn let_replaced_go(&mut self, idx: Idx) {
+        let mut replaced = std::mem::take(&mut self.hot_mut(idx).supersedes);
+        for old in replaced.iter().filter_map(|id| self.by_id(*id)).collect::<Vec<_>>() {
+            self.tidy(old);
+        }
+        replaced.retain(|id| self.by_id(*id).is_some());
+        self.hot_mut(idx).supersedes = replaced;
     }
 
     /// Makes a slab exactly as long as its file, so that the kernel may read from it.
@@ -252,10 +263,20 @@ impl Core {
         for idx in named {
             self.stand_in(idx);
         }
-        self.queue.push(Work::Barrier(Barrier { reply, once, since: None }));
+        self.push_barrier(Barrier { reply, once, since: None, quiet: false });
+    }
+
+    fn push_barrier(&mut self, barrier: Barrier) {
+        self.queue.push(Work::Barrier(barrier));
         self.queue.urgent = true;
         self.wakes.writer = true;
         self.wakes.committer = true;
+    }
+
+    /// The answer to an fsync of a version that is not stored any more, since another has its name: once all that has been
+    /// published is durable. Until then a crash would bring back what was there before both.
+    pub fn answer_with_successors(&mut self, reply: UnitReply) {
+        self.push_barrier(Barrier { reply, once: None, since: None, quiet: true });
     }
 
     fn fsync(&mut self, id: NodeId, reply: UnitReply) {
@@ -272,7 +293,15 @@ impl Core {
             // It could not be shown.
             return self.reply(move || reply(Err(Errno::EIO)));
         }
-        if self.settings.memory_only || !self.node(idx).has(NAMED) {
+        if self.settings.memory_only {
+            return self.reply(move || reply(Ok(())));
+        }
+        if !self.node(idx).has(NAMED) {
+            let replaced = self.hot(idx).is_some_and(|hot| hot.heir.is_some());
+            if replaced && !self.is_durable(idx) {
+                let reply = self.by_deadline(reply).into_reply();
+                return self.answer_with_successors(reply);
+            }
             return self.reply(move || reply(Ok(())));
         }
         let idx = self.stand_in(idx);
@@ -319,8 +348,9 @@ impl Core {
     }
 
     /// What a crash brings back for `idx`, which is under construction, goes by the name that this has now: what it was
-    /// made of, or else what had this name before. What waits for it under a name that it has left has lost that name.
-    fn settle_names(&mut self, idx: Idx) {
+    /// made of, or else what had this name before, or else what it has replaced last. What else waits for it under a name
+    /// that it has left has lost that name.
+    pub fn settle_names(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx).filter(|hot| !hot.sealed() && !hot.supersedes.is_empty()) else {
             return;
         };
@@ -335,8 +365,9 @@ impl Core {
         if elsewhere.is_empty() {
             return;
         }
-        let Some(origin) = hot.origin.filter(|id| elsewhere.contains(id)).and_then(|id| self.by_id(id))
-        else {
+        let origin = hot.origin.filter(|id| elsewhere.contains(id));
+        let last = elsewhere.last().copied().filter(|_| here.is_empty());
+        let Some(origin) = origin.or(last).and_then(|id| self.by_id(id)) else {
             self.hot_mut(idx).supersedes = here;
             return self.remove_records(elsewhere);
         };

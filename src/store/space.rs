@@ -13,8 +13,9 @@ use crate::l1::{Chunk, Slab};
 const SEARCH_MAX: usize = 4096;
 /// How many files may be dropped from L1 for one request for memory.
 const DROPS_MAX: usize = 4096;
-/// How many files that would have to leave are looked at, to compare devices.
-const PRICED_MAX: usize = 256;
+/// How many files that would have to leave are looked at, to compare devices. If these are not enough, it is taken for
+/// granted that those behind them would be.
+const PRICED_MAX: usize = 4096;
 /// How many blocks of one large file are dropped at a time.
 const DROP_BLOCKS: usize = 16;
 

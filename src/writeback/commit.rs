@@ -104,18 +104,18 @@ impl Core {
         let mut order = Vec::new();
         while let Some(entry) = self.queue.pop_done() {
             match entry.work {
-                Work::Barrier(Barrier { reply, once, since }) => {
+                Work::Barrier(Barrier { reply, once, since, quiet }) => {
                     if once.as_ref().is_some_and(Once::is_given) {
                         // A failure is told to somebody who still listens.
                         continue;
                     }
                     let since = since.unwrap_or(entry.seq);
                     if self.store_heirs(since) {
-                        self.queue.push(Work::Barrier(Barrier { reply, once, since: Some(since) }));
+                        self.queue.push(Work::Barrier(Barrier { reply, once, since: Some(since), quiet }));
                         goes_on = true;
                         continue;
                     }
-                    let failed = std::mem::take(&mut self.queue.failures) > 0;
+                    let failed = !quiet && std::mem::take(&mut self.queue.failures) > 0;
                     commit.replies.push((reply, if failed { Err(Errno::EIO) } else { Ok(()) }));
                 }
                 Work::File(id) => {
@@ -154,6 +154,7 @@ impl Core {
                         self.heirs.remove(&id);
                         self.node_mut(idx).set(DURABLE, true);
                         self.remove_records(supersedes);
+                        self.has_stood_in(idx);
                         commit.files += 1;
                         commit.flush = true;
                         if put.insert(id) {
@@ -195,16 +196,14 @@ impl Core {
         commit
     }
 
-    /// The fsyncs of a version that is not stored any more wait for the one that has its name now: until that is
-    /// durable, a crash would bring back what was there before both. Those that need not wait are returned.
+    /// Those of the fsyncs of a version that is not stored any more which need not wait for what has its name now.
     fn pass_on(&mut self, idx: Idx, fsyncs: Vec<(u64, UnitReply)>) -> Vec<(u64, UnitReply)> {
-        let heir = self.heir_of(idx).filter(|&heir| !self.node(heir).has(DURABLE | LOST));
-        let Some(heir) = heir.filter(|_| !fsyncs.is_empty()) else { return fsyncs };
-        let seq = match self.hot_mut(heir).write_back {
-            WriteBack::Queued(seq) => seq,
-            WriteBack::None => self.store_soon(heir),
-        };
-        self.hot_mut(heir).fsyncs.extend(fsyncs.into_iter().map(|(_, reply)| (seq, reply)));
+        if self.hot(idx).is_none_or(|hot| hot.heir.is_none()) {
+            return fsyncs;
+        }
+        for (_, reply) in fsyncs {
+            self.answer_with_successors(reply);
+        }
         Vec::new()
     }
 

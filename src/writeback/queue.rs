@@ -19,6 +19,8 @@ pub struct Barrier {
     pub once: Option<Once>,
     /// The number of the entry as which it came. It may have to wait for later ones.
     pub since: Option<u64>,
+    /// It is about one file, and not what failures of others are told to.
+    pub quiet: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -43,6 +43,8 @@ fn a_file_is_made_with_its_space_reserved_and_found_again() {
         round_trip(&device);
     }
     assert_eq!(Device::open(&path, &DeviceOptions::default()).unwrap().len(), 8 * MIB);
+    assert!(message(Device::open(&path, &sized(4 * MIB))).contains("8MiB and is not a kvcachefs store"));
+    fs::OpenOptions::new().write(true).open(&path).unwrap().write_all_at(crate::l2::MAGIC, 0).unwrap();
     assert!(message(Device::open(&path, &sized(4 * MIB))).contains("more than the 4MiB asked for"));
     assert!(message(Device::open(&path, &sized(16 * MIB))).contains("less than the 16MiB asked for"));
     assert!(message(Device::open(&path, &sized(4097))).contains("multiple of 4096"));
