@@ -18,7 +18,7 @@ use crate::mount;
 use crate::signals::{self, Stop};
 use crate::stats::Events;
 use crate::store::core::{Core, Settings};
-use crate::store::recover::{Recovered, Recovery, positions_max};
+use crate::store::recover::{Recovered, Recovery, SUPERSEDED, positions_max};
 use crate::store::{Store, UnitReply};
 use crate::units::{Bytes, counted};
 
@@ -313,7 +313,9 @@ impl Daemon {
         }
         for (id, why) in &dropped {
             let path = core.tree.path(id.idx());
-            log::error!("{path} was dropped from the catalog: {why}");
+            // What stood in for a file that was open to write, beside the version before it, is no damage.
+            let level = if why == SUPERSEDED { log::Level::Info } else { log::Level::Error };
+            log::log!(level, "{path} was dropped from the catalog: {why}");
             events.push(format!("dropped {path}: {why}"));
         }
         for (id, why) in &refused.first {

@@ -2,7 +2,8 @@
 //!
 //! Records arrive in any order: a directory's may follow those of its files. So they are first put in their places
 //! and only then tied together. What does not fit together is dropped and said, never guessed at. Two of one name come
-//! from a crash between a checkpoint and the commit that removes the older one; two files that claim the same blocks and a
+//! from a crash between a checkpoint and the commit that removes the older one, or before the version that replaces both was
+//! complete; two files that claim the same blocks and a
 //! file without its directory come from none, since commits are whole.
 
 use super::attr::{NAME_MAX, XATTRS_MAX};
@@ -17,6 +18,8 @@ use crate::l2::record::{Put, Record};
 use crate::l2::volume::CatalogReader;
 use crate::l2::{Allocator, Extent};
 
+/// Why the older of two versions was dropped.
+pub const SUPERSEDED: &str = "a newer version has its name";
 const NO_DIRECTORY: &str = "its directory is not there";
 /// Places in a directory are far from here, and from where cookies of listings would overflow.
 const SEQ_END: u64 = 1 << 62;
@@ -187,9 +190,10 @@ impl Recovery {
             let name = self.tree.nodes[idx].name.clone();
             let mut instead = None;
             if let Some(other) = self.tree.child(parent, &name) {
-                // A crash between a checkpoint and the commit that removes the older version.
+                // A crash between a checkpoint and the commit that removes the older version, or while the one that
+                // would have removed both was under construction.
                 let older = if self.tree.nodes[other].seq < self.tree.nodes[idx].seq { other } else { idx };
-                lost.push((older, "a newer version has its name".to_owned()));
+                lost.push((older, SUPERSEDED.to_owned()));
                 if older == idx {
                     continue;
                 }
