@@ -226,23 +226,18 @@ impl Pool {
         if !self.make_room(state, bytes, self.slab_budget(state)) || state.slabs >= self.config.slabs_max {
             return None;
         }
-        self.create(state, pages)
+        self.create(state, pages, self.config.slab_bytes_max as usize)
     }
 
-    fn create(&self, state: &mut State, pages: u32) -> Option<Arc<Memory>> {
-        let memory = self.fresh(pages)?;
+    fn create(&self, state: &mut State, pages: u32, reserved: usize) -> Option<Arc<Memory>> {
+        let memory = self.fresh(pages, reserved)?;
         state.count(memory.bytes());
         state.stats.created += 1;
         Some(memory)
     }
 
-    /// Memory that has no pages yet and is not counted.
-    fn fresh(&self, pages: u32) -> Option<Arc<Memory>> {
-        let reserved = if pages as usize * PAGE == ARENA_BYTES {
-            ARENA_BYTES
-        } else {
-            self.config.slab_bytes_max as usize
-        };
+    /// Memory that has no pages yet and is not counted. It can grow to what is `reserved`.
+    fn fresh(&self, pages: u32, reserved: usize) -> Option<Arc<Memory>> {
         match Memory::new(&self.shm, pages, reserved, self.lock) {
             Ok(memory) => Some(Arc::new(memory)),
             Err(error) => {
@@ -406,7 +401,7 @@ impl Pool {
                 if !self.make_room(&mut state, ARENA_BYTES as u64, self.config.budget_bytes) {
                     return None;
                 }
-                let memory = self.create(&mut state, (ARENA_BYTES / PAGE) as u32)?;
+                let memory = self.create(&mut state, (ARENA_BYTES / PAGE) as u32, ARENA_BYTES)?;
                 self.announce(&memory);
                 state.arenas.add(Slab::unpooled(memory));
                 state.arenas.take(len)?
@@ -472,7 +467,7 @@ impl Pool {
         state.count(bytes);
         state.live += bytes;
         drop(state);
-        let memory = self.fresh(pages);
+        let memory = self.fresh(pages, self.config.slab_bytes_max as usize);
         let mut state = self.state.lock();
         let Some(memory) = memory else {
             state.uncount(bytes);

@@ -428,6 +428,11 @@ impl Slab {
         }
     }
 
+    /// Whether it could grow to that many pages, if there were room.
+    pub fn can_grow_to(&self, pages: u32) -> bool {
+        !self.is_lent() && pages as usize * PAGE <= self.memory().reserved
+    }
+
     /// Grows or shrinks in place, within the budget. Only for slabs that no client can have open or mapped.
     pub fn resize(&self, pages: u32) -> bool {
         match self.0.pool.upgrade() {

@@ -176,6 +176,19 @@ fn a_slab_grows_only_within_the_budget_and_shrinks_always() {
     assert_eq!(pool.stats().used_slabs, 12 * MIB);
 }
 
+/// One of the size of an arena could not: then everybody else left L1 for it, in vain.
+#[test]
+fn a_slab_of_any_size_can_grow() {
+    let pool = pool(|_| ());
+    for pages in [1, 511, 512, 513] {
+        let slab = pool.slab(pages, HERE).expect("a slab");
+        assert!(slab.can_grow_to(2 * pages) && slab.resize(2 * pages), "{pages}");
+        assert!(!slab.can_grow_to(1 << 20), "beyond the largest");
+        slab.mark_lent(HERE);
+        assert!(!slab.can_grow_to(3 * pages) && !slab.resize(3 * pages), "under its readers");
+    }
+}
+
 #[test]
 fn the_tail_of_a_cut_slab_is_zero_and_its_length_exact() {
     let pool = pool(|_| ());

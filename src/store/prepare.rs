@@ -244,6 +244,10 @@ impl Core {
             if capacity >= end {
                 return true;
             }
+            if !slab.can_grow_to(pages(end)) {
+                // Nobody has to leave for what room would not help.
+                return false;
+            }
             let ample = (capacity * 2).max(end).min(largest);
             if slab.resize(pages(ample)) || slab.resize(pages(end)) {
                 return true;
