@@ -297,15 +297,15 @@ fn what_changes_with_a_truncation_stays_changed() {
     rig.stop();
 }
 
-/// A private version that its process found before its RELEASE came, and that was discarded then.
+/// A private version that its process found before it closed it, and that was discarded then.
 #[test]
 fn what_was_discarded_has_the_attributes_that_it_had() {
     let dir = tempfile::tempdir().unwrap();
     let rig = Rig::start(dir.path());
     let (caller, other) = (Rig::caller(), client(2, 0));
     let mine = create(&rig, "f", libc::O_WRONLY | libc::O_TRUNC, &caller).unwrap();
-    rig.store().flush(&mine, &caller);
     assert_eq!(find(&rig, "f", &caller), Ok(mine.ino));
+    rig.store().flush(&mine, &caller);
     let theirs = create(&rig, "f", libc::O_WRONLY | libc::O_TRUNC, &other).unwrap();
     assert_eq!(rig.fsync(&theirs), Ok(()));
     rig.store().unlink(ROOT_INO, b"f", &other).unwrap();

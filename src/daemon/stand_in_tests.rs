@@ -426,3 +426,56 @@ fn an_fsync_of_a_replaced_version_waits_for_the_one_that_replaced_it() {
     assert!(read[0] != 1, "the version before the one that was fsynced came back");
     rig.stop();
 }
+
+/// A version that nobody wrote to had shown its bytes to somebody who still reads: it was stored, and nobody was left who
+/// would have removed its record.
+#[test]
+fn what_was_removed_does_not_come_back_for_a_reader() {
+    for stored in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let rig = Rig::start(dir.path());
+        publish_held(&rig, "f", 1);
+        if stored {
+            rig.faults.release(Class::WriteBack);
+            assert_eq!(rig.drain(), Ok(()));
+        }
+        let writer = open(&rig, "f", libc::O_RDWR);
+        let reader = open(&rig, "f", libc::O_RDONLY);
+        rig.store().release(&writer);
+        rig.store().unlink(ROOT_INO, b"f", &Rig::caller()).unwrap();
+        rig.faults.release(Class::WriteBack);
+        assert_eq!(rig.drain(), Ok(()));
+        after_a_crash(dir.path(), |rig| assert_eq!(rig.find("f"), Err(Errno::ENOENT), "stored: {stored}"));
+        let (tell, told) = channel();
+        let reply = Box::new(move |read: Result<&[u8], Errno>| tell.send(read.map(<[u8]>::to_vec)).unwrap());
+        rig.store().read(&reader, 0, SIZE, reply);
+        assert!(told.recv().unwrap() == Ok(vec![1; SIZE]), "its reader keeps it");
+        rig.store().release(&reader);
+        assert_eq!(rig.drain(), Ok(()));
+        rig.wait(|| rig.store().snapshot().used_bytes == 0);
+        assert_eq!(rig.store().snapshot().dirty_bytes, 0);
+        rig.stop();
+    }
+}
+
+/// What took the name meanwhile does not come back when the renamed one returns to it.
+#[test]
+fn a_file_under_construction_can_go_away_and_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.write("f", &[1; SIZE]);
+    assert_eq!(rig.drain(), Ok(()));
+    let writer = open(&rig, "f", libc::O_RDWR);
+    rename(&rig, "f", "g");
+    rig.write("f", &[2; SIZE]);
+    rename(&rig, "g", "f");
+    assert_eq!(rig.fsync(&writer), Ok(()));
+    after_a_crash(dir.path(), |rig| assert_holds(rig, "f", 1));
+    assert_eq!(rig.drain(), Ok(()));
+    after_a_crash(dir.path(), |rig| {
+        assert_holds(rig, "f", 1);
+        assert_eq!(rig.find("g"), Err(Errno::ENOENT));
+    });
+    rig.store().release(&writer);
+    rig.stop();
+}

@@ -139,10 +139,9 @@ pub struct Private {
 }
 
 impl Private {
-    /// Whether its last close does not publish it.
-    pub fn will_be_discarded(&self) -> bool {
-        let outdated = self.closed > 0 && self.closed <= self.outdated;
-        self.killed || self.lacks.is_some() || outdated
+    /// Whether another version was published since it was last closed.
+    pub fn is_outdated(&self) -> bool {
+        self.closed > 0 && self.closed <= self.outdated
     }
 
     /// The bytes of `range` are there, or are not wanted any more.

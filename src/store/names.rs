@@ -70,13 +70,15 @@ impl Core {
 
     /// The private version of `name` that `caller` means: its thread's own, else its process's newest.
     pub fn own_private(&self, parent: Idx, name: &[u8], caller: &Caller, any_unknown: bool) -> Option<Idx> {
-        // What was made for an open that has not arrived yet is nobody's.
+        // What was made for an open that has not arrived yet is nobody's, nor is what was closed before the version that
+        // everybody sees, though a duplicate is open still.
+        let means = |private: &super::hot::Private| private.opened && !private.is_outdated();
         let all: SmallVec<[Idx; 2]> = self
             .tree
             .privates(parent, name)
             .iter()
             .copied()
-            .filter(|&idx| self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.opened))
+            .filter(|&idx| self.hot(idx).and_then(|hot| hot.private()).is_some_and(means))
             .collect();
         let made_by = |idx: &&Idx| {
             self.hot(**idx).and_then(|hot| hot.private()).map(|private| (private.tid, private.tgid))

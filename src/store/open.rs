@@ -76,13 +76,13 @@ impl Core {
         let mut shown = true;
         if !self.tree.privates(parent, name).is_empty() {
             shown = false;
-            // One that its RELEASE will discard is not found any more, not even by its maker.
-            let over = |idx: &Idx| {
+            // Once it is closed its maker, too, waits for what its RELEASE makes of it. Opened again before that it would
+            // stay private, and be taken for a newer version than the next one.
+            let closed = |idx: &Idx| {
                 let private = self.hot(*idx).and_then(|hot| hot.private());
-                private
-                    .is_some_and(|private| private.flushed && !private.waited && private.will_be_discarded())
+                private.is_some_and(|private| private.flushed && !private.waited)
             };
-            if let Some(idx) = self.own_private(parent, name, caller, false).filter(|idx| !over(idx)) {
+            if let Some(idx) = self.own_private(parent, name, caller, false).filter(|idx| !closed(idx)) {
                 return Ok(Found::Node(idx, false));
             }
             // Somebody has closed it; the kernel's RELEASE is on its way (fact 6). Once, not for ever: the
@@ -90,7 +90,7 @@ impl Core {
             let releasing = self.tree.privates(parent, name).iter().rev().copied().find(|&idx| {
                 self.hot(idx)
                     .and_then(|hot| hot.private())
-                    .is_some_and(|private| private.flushed && !private.waited)
+                    .is_some_and(|private| private.flushed && !private.waited && !private.is_outdated())
             });
             if let Some(idx) = releasing {
                 return Ok(Found::Releasing(idx));
@@ -132,11 +132,14 @@ impl Core {
                 self.reply(move || reply(Err(Errno::ENOENT)));
                 continue;
             };
-            let again = self.look_again(parent, &name, &caller);
-            let answer = match again.or_else(|| self.tree.child(parent, &name)) {
-                Some(found) if again.is_some() => Ok(self.entry(found, false)),
-                Some(found) => Ok(self.entry(found, self.tree.privates(parent, &name).is_empty())),
-                None => Err(Errno::ENOENT),
+            let answer = match self.find(self.ino(parent), &name, &caller) {
+                Ok(Found::Node(found, shown)) => Ok(self.entry(found, shown)),
+                // One wait is enough, whatever else has been closed meanwhile.
+                Ok(Found::Releasing(_)) => match self.tree.child(parent, &name) {
+                    Some(found) => Ok(self.entry(found, false)),
+                    None => Err(Errno::ENOENT),
+                },
+                Err(errno) => Err(errno),
             };
             self.reply(move || reply(answer));
         }

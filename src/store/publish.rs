@@ -25,7 +25,7 @@ impl Core {
             }
             Phase::Private(private) if !private.opened || private.parent == NONE => self.discard(idx, None),
             // The version of its name that was closed after it is there already (R1: the last complete one wins).
-            Phase::Private(private) if private.closed > 0 && private.closed <= private.outdated => {
+            Phase::Private(private) if private.is_outdated() => {
                 self.discard(idx, None);
             }
             Phase::Private(private) => {

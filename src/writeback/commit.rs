@@ -210,8 +210,7 @@ impl Core {
     /// Whether a file in the publish queue is to be stored.
     pub fn is_wanted(&self, idx: Idx) -> bool {
         let node = self.node(idx);
-        let based = self.hot(idx).is_some_and(|hot| hot.based > 0);
-        !node.has(LOST) && (node.has(NAMED) || based || self.stands_in(idx))
+        !node.has(LOST) && (node.has(NAMED) || self.stands_in(idx))
     }
 
     /// The records are on the device, or never will be.
