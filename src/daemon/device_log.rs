@@ -25,6 +25,7 @@ use self::rig::{Rig, Setup, barrier, close, create, find, write};
 use self::rng::Rng;
 
 mod client;
+mod crash;
 mod cuts;
 mod machine;
 mod model;

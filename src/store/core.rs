@@ -532,17 +532,12 @@ impl Core {
         if self.node(idx).kind() == Kind::Dir {
             self.discard_privates_in(idx);
         }
-        let mut old = match &mut self.node_mut(idx).hot {
-            Some(hot) => std::mem::take(&mut hot.supersedes),
-            None => Vec::new(),
-        };
-        old.extend(self.take_replaced(idx));
-        // What is on its way to the device while its successor is not complete will have a record, too.
-        let is_open = |new: Idx| self.hot(new).is_some_and(|hot| matches!(hot.phase, Phase::Open));
-        let building = successor.is_some_and(is_open);
-        let coming = building && self.in_write_back(idx);
-        if self.node(idx).has(DURABLE) || coming {
+        let mut old = self.take_replaced(idx);
+        if self.node(idx).has(DURABLE) || successor.is_some_and(|new| self.may_stand_in(idx, new)) {
             old.push(self.id(idx));
+        } else {
+            // It never gets a record of its own.
+            old.extend(self.take_superseded(idx));
         }
         match successor {
             Some(new) if !self.settings.memory_only => self.supersede(new, old),
@@ -579,6 +574,11 @@ impl Core {
                 }
                 if self.hot_mut(idx).base.is_some() {
                     // What it shows could not be stored.
+                    continue;
+                }
+                if self.is_origin_durable(idx) {
+                    // That has the name until this one is complete, if not before then with the next commit.
+                    self.heirs.remove(&id);
                     continue;
                 }
                 // It is written in place: there is nothing else that would hold what was published.
@@ -619,11 +619,43 @@ impl Core {
         replaced.iter().filter_map(|id| self.by_id(*id)).any(|old| self.stands_in(old))
     }
 
-    /// Has the records of `ids` stand until that of `new` is there.
+    /// Whether the version `old`, whose name `new` has, gets a record: it is on its way to the device, and stored in the
+    /// place of `new` while that is not complete.
+    fn may_stand_in(&self, old: Idx, new: Idx) -> bool {
+        let built = self.hot(new).is_some_and(|hot| matches!(hot.phase, Phase::Open));
+        built && self.in_write_back(old)
+    }
+
+    fn take_superseded(&mut self, idx: Idx) -> Vec<NodeId> {
+        self.node_mut(idx).hot.as_mut().map_or_else(Vec::new, |hot| std::mem::take(&mut hot.supersedes))
+    }
+
+    /// Whether a crash brings back what this version was made of by copy-on-write.
+    pub fn is_origin_durable(&self, idx: Idx) -> bool {
+        self.hot(idx).is_some_and(|hot| {
+            let origin = hot.origin.filter(|id| hot.supersedes.contains(id));
+            origin.and_then(|id| self.by_id(id)).is_some_and(|origin| self.node(origin).has(DURABLE))
+        })
+    }
+
+    /// Has the records of `ids` stand until that of `new` is there. What one of them was to remove goes with its own
+    /// record, if it gets one, and else with that of `new`.
     pub fn supersede(&mut self, new: Idx, ids: Vec<NodeId>) {
         let new_id = self.id(new);
-        for id in &ids {
+        let mut ids = ids;
+        let mut at = 0;
+        while let Some(id) = ids.get(at) {
+            at += 1;
             let Some(idx) = self.by_id(*id) else { continue };
+            if !self.may_stand_in(idx, new) {
+                let made_of = self.hot(idx).and_then(|hot| hot.origin);
+                let theirs = self.take_superseded(idx);
+                let hot = self.hot_mut(new);
+                if hot.origin == Some(*id) && made_of.is_some_and(|id| theirs.contains(&id)) {
+                    hot.origin = made_of;
+                }
+                ids.extend(theirs);
+            }
             if let Some(hot) = &mut self.node_mut(idx).hot {
                 (hot.heir, hot.superseded) = (Some(new_id), true);
             }
@@ -671,7 +703,11 @@ impl Core {
         if ids.is_empty() {
             return;
         }
-        for id in ids {
+        let mut ids = ids;
+        while let Some(id) = ids.pop() {
+            if let Some(idx) = self.by_id(id) {
+                ids.extend(self.take_superseded(idx));
+            }
             // What is on its way must not be recorded after its record was removed.
             if let Some(idx) = self.by_id(id)
                 && let Some(WriteBack::Queued(seq)) = self.hot(idx).map(|hot| hot.write_back)
@@ -734,10 +770,16 @@ impl Core {
         self.unlist(idx);
         self.stop_building(idx);
         self.drop_base(idx);
-        if let Some(hot) = self.node_mut(idx).hot.as_mut() {
-            // It was to take the place of these, and never will: they are gone all the same.
-            let replaced = std::mem::take(&mut hot.supersedes);
-            self.remove_records(replaced);
+        let replaced = self.take_superseded(idx);
+        if !replaced.is_empty() {
+            // It was to take the place of these, and never will: whoever has its own place does, if it is not there yet.
+            let id = self.id(idx);
+            let heir = self.hot(idx).and_then(|hot| hot.heir).and_then(|heir| self.by_id(heir));
+            let waits = |heir: &Idx| self.hot(*heir).is_some_and(|hot| hot.supersedes.contains(&id));
+            match heir.filter(waits) {
+                Some(heir) => self.supersede(heir, replaced),
+                None => self.remove_records(replaced),
+            }
         }
         self.drop_blocks(idx);
         self.end_record(idx);

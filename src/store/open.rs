@@ -342,6 +342,9 @@ impl Core {
             self.invalidate(new);
             return self.drop_name(new, None, true);
         }
+        if let Some(seq) = self.heirs.remove(&new_id) {
+            self.inherit(old, seq);
+        }
         // Without the version that shows its bytes nothing may be left that keeps the original: no name, no record.
         self.hot_mut(old).held += 1;
         self.drop_name(new, None, true);

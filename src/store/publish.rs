@@ -5,7 +5,7 @@ use std::sync::Arc;
 use nix::errno::Errno;
 
 use super::core::Core;
-use super::hot::{BLOCK, BlockIo, Mem, Phase, WriteBack, block_len, blocks_for};
+use super::hot::{BLOCK, BlockIo, Hot, Mem, Phase, WriteBack, block_len, blocks_for};
 use super::node::{DURABLE, Idx, Kind, LOST, META_DIRTY, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
 use super::patience::Once;
@@ -182,6 +182,8 @@ impl Core {
 
     /// What this one has replaced need not stand in for it any more. What has no record is of no use then.
     fn let_replaced_go(&mut self, idx: Idx) {
+        let replaced = std::mem::take(&mut self.hot_mut(idx).supersedes);
+        self.supersede(idx, replaced);
         let mut replaced = std::mem::take(&mut self.hot_mut(idx).supersedes);
         for old in replaced.iter().filter_map(|id| self.by_id(*id)).collect::<Vec<_>>() {
             self.tidy(old);
@@ -237,10 +239,12 @@ impl Core {
     /// Puts the file in the publish queue, unless it is there and has not been started.
     pub fn store_soon(&mut self, idx: Idx) -> u64 {
         let id = self.id(idx);
-        if let WriteBack::Queued(seq) = self.hot_mut(idx).write_back
-            && self.queue.not_started(seq)
-        {
-            return seq;
+        if let WriteBack::Queued(seq) = self.hot_mut(idx).write_back {
+            if self.queue.not_started(seq) {
+                return seq;
+            }
+            // What waits for the entry that is being worked on waits for whoever takes the place of this one, too.
+            self.inherit(idx, seq);
         }
         let seq = self.queue.push(Work::File(id));
         self.hot_mut(idx).write_back = WriteBack::Queued(seq);
@@ -347,13 +351,13 @@ impl Core {
         base.unwrap_or(idx)
     }
 
-    /// What a crash brings back for `idx`, which is under construction, goes by the name that this has now: what it was
-    /// made of, or else what had this name before, or else what it has replaced last. What else waits for it under a name
-    /// that it has left has lost that name.
+    /// What a crash brings back for `idx`, which has no record yet, goes by the name that this has now: what it was made
+    /// of, or, while it is under construction, else what had this name before, or else what it has replaced last. What
+    /// else waits for it under a name that it has left has lost that name.
     pub fn settle_names(&mut self, idx: Idx) {
-        let Some(hot) = self.hot(idx).filter(|hot| !hot.sealed() && !hot.supersedes.is_empty()) else {
-            return;
-        };
+        let unsettled =
+            |hot: &&Hot| !hot.supersedes.is_empty() && (!hot.sealed() || self.is_origin_durable(idx));
+        let Some(hot) = self.hot(idx).filter(unsettled) else { return };
         let node = self.node(idx);
         let is_here = |id: &NodeId| {
             self.tree.nodes.by_id(*id).is_some_and(|old| {
@@ -386,6 +390,7 @@ impl Core {
             self.remove_records(others);
         } else {
             self.supersede(origin, others);
+            self.settle_names(origin);
         }
     }
 
