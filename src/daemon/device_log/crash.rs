@@ -24,7 +24,7 @@ use crate::store::{Handle, Store};
 const PAGE: usize = 4096;
 const BLOCK_PAGES: usize = BLOCK as usize / PAGE;
 /// Lives of a daemon that the test looks at unless it is told otherwise.
-const LIVES: usize = 150;
+const LIVES: usize = 600;
 const NAMES: [&str; 7] = ["a", "b", "c", "d0/a", "d0/b", "d1/a", "d1/b"];
 
 /// Who wrote each page.
