@@ -72,10 +72,22 @@ struct Writer {
     synced: Vec<Content>,
 }
 
+/// A version that nobody else sees yet.
+struct Private {
+    handle: Handle,
+    /// Where it will appear. Until then this client leaves the name alone: to it, it leads here.
+    path: &'static str,
+    number: u32,
+    content: Content,
+}
+
 struct Client {
     store: Arc<Store>,
     rng: Rng,
     writers: Vec<Writer>,
+    privates: Vec<Private>,
+    /// Files whose fsync was answered, and after which state.
+    synced: Vec<(u32, usize)>,
     names: Names,
     /// After each step.
     states: Vec<Names>,
@@ -118,12 +130,21 @@ impl Client {
         self.last
     }
 
+    fn is_free(&self, path: &str) -> bool {
+        self.privates.iter().all(|private| private.path != path)
+    }
+
     fn some_name(&mut self) -> &'static str {
-        NAMES[self.rng.below(NAMES.len())]
+        loop {
+            let name = NAMES[self.rng.below(NAMES.len())];
+            if self.is_free(name) {
+                return name;
+            }
+        }
     }
 
     fn existing(&mut self) -> Option<&'static str> {
-        let all: Vec<_> = self.names.keys().copied().collect();
+        let all: Vec<_> = self.names.keys().copied().filter(|path| self.is_free(path)).collect();
         (!all.is_empty()).then(|| all[self.rng.below(all.len())])
     }
 
@@ -140,15 +161,18 @@ impl Client {
         }
     }
 
+    fn create(&self, path: &str) -> Result<Handle, Errno> {
+        if self.names.contains_key(path) {
+            open(&self.store, path, libc::O_WRONLY | libc::O_TRUNC)
+        } else {
+            create(&self.store, path, libc::O_EXCL)
+        }
+    }
+
     fn make(&mut self, path: &'static str, aside: bool) -> Done {
         let (number, version) = (self.next(), self.next());
         let whole = vec![version; self.count()];
-        let at = if aside { "aside" } else { path };
-        let handle = if !aside && self.names.contains_key(path) {
-            open(&self.store, path, libc::O_WRONLY | libc::O_TRUNC)?
-        } else {
-            create(&self.store, at, libc::O_EXCL)?
-        };
+        let handle = self.create(if aside { "aside" } else { path })?;
         write(&self.store, &handle, 0, &pages(number, &whole))?;
         close(&self.store, &handle);
         if aside {
@@ -159,6 +183,45 @@ impl Client {
             "{} {path}: file {number} version {version}",
             if aside { "move in" } else { "make" }
         ));
+        Ok(())
+    }
+
+    /// Begins a version, goes on with it, moves it, or closes it.
+    fn build(&mut self) -> Done {
+        let (number, version) = (self.next(), self.next());
+        if self.privates.is_empty() || (self.privates.len() < 3 && self.rng.percent(30)) {
+            let path = self.some_name();
+            let handle = self.create(path)?;
+            write(&self.store, &handle, 0, &page(number, version))?;
+            self.log.push(format!("begin {path}: file {number} version {version}"));
+            self.privates.push(Private { handle, path, number, content: vec![version] });
+            return Ok(());
+        }
+        let at = self.rng.below(self.privates.len());
+        match self.rng.below(4) {
+            0 => {
+                let to = self.some_name();
+                self.move_name(self.privates[at].path, to)?;
+                self.log.push(format!("rename unfinished {} to {to}", self.privates[at].path));
+                self.privates[at].path = to;
+            }
+            1 => {
+                let private = &mut self.privates[at];
+                let more = vec![version; 1 + self.rng.below(70)];
+                let from = private.content.len();
+                if from > 60 {
+                    return Ok(());
+                }
+                write(&self.store, &private.handle, from * PAGE, &pages(private.number, &more))?;
+                private.content.extend(more);
+            }
+            _ => {
+                let Private { handle, path, number, content } = self.privates.swap_remove(at);
+                close(&self.store, &handle);
+                self.log.push(format!("finish {path}: file {number}"));
+                self.names.insert(path, File { number, whole: content, parts: Vec::new() });
+            }
+        }
         Ok(())
     }
 
@@ -229,7 +292,9 @@ impl Client {
         }
         self.log.push(format!("fsync file {file}"));
         self.states.push(self.names.clone());
-        answer(|reply| self.store.fsync(&self.writers[at].handle, reply))
+        answer(|reply| self.store.fsync(&self.writers[at].handle, reply))?;
+        self.synced.push((file, self.states.len() - 1));
+        Ok(())
     }
 
     fn end(&mut self) -> Done {
@@ -287,7 +352,7 @@ impl Client {
     }
 
     fn step(&mut self) -> Done {
-        match self.rng.below(40) {
+        match self.rng.below(48) {
             0..6 => {
                 let path = self.some_name();
                 self.make(path, false)
@@ -306,6 +371,7 @@ impl Client {
                 self.drain();
                 Ok(())
             }
+            38..44 => self.build(),
             _ => {
                 std::thread::sleep(Duration::from_micros(self.rng.below(4000) as u64));
                 Ok(())
@@ -329,7 +395,13 @@ impl Client {
 }
 
 /// Whether `found` is what a crash after these states may leave.
-fn check(found: &BTreeMap<String, (u32, Content)>, states: &[Names]) -> Result<(), String> {
+fn check(
+    found: &BTreeMap<String, (u32, Content)>,
+    all: &[Names],
+    since: usize,
+    synced: &[(u32, usize)],
+) -> Result<(), String> {
+    let states = &all[since..];
     let mut there = BTreeSet::new();
     for (path, (number, content)) in found {
         let is_it = |file: &&File| file.number == *number;
@@ -347,6 +419,12 @@ fn check(found: &BTreeMap<String, (u32, Content)>, states: &[Names]) -> Result<(
     if let Some(lost) = first.into_iter().filter(always).find(|number| !there.contains(number)) {
         return Err(format!("file {lost} is lost"));
     }
+    for (number, since) in synced {
+        let stays = |names: &Names| names.values().any(|file| file.number == *number);
+        if all[*since..].iter().all(stays) && !there.contains(number) {
+            return Err(format!("file {number} is lost, and has been durable since state {since}"));
+        }
+    }
     let named = |name: &&str| states.iter().all(|names| names.contains_key(name));
     match NAMES.iter().copied().filter(named).find(|name| !found.contains_key(*name)) {
         Some(name) => Err(format!("{name} leads nowhere")),
@@ -358,7 +436,14 @@ fn runs(content: &Content) -> Vec<(u32, usize)> {
     content.chunk_by(|a, b| a == b).map(|run| (run[0], run.len())).collect()
 }
 
-fn live(setup: &Setup, fresh: &[Image], seed: u64) -> Result<(), String> {
+/// What there was to look at.
+#[derive(Default, Debug)]
+struct Seen {
+    found: usize,
+    durable: usize,
+}
+
+fn live(setup: &Setup, fresh: &[Image], seed: u64, seen: &mut Seen) -> Result<(), String> {
     let machine = Machine::recording(fresh.to_vec());
     let rig = Rig::open(setup, &machine)?;
     let mut rng = Rng::new(seed);
@@ -368,6 +453,8 @@ fn live(setup: &Setup, fresh: &[Image], seed: u64) -> Result<(), String> {
         store: rig.store().clone(),
         rng,
         writers: Vec::new(),
+        privates: Vec::new(),
+        synced: Vec::new(),
         names: Names::new(),
         states: vec![Names::new()],
         log: Vec::new(),
@@ -379,11 +466,16 @@ fn live(setup: &Setup, fresh: &[Image], seed: u64) -> Result<(), String> {
     }
     barrier(&client.store).unwrap();
     let ran = client.run(steps);
+    if client.rng.percent(50) {
+        std::thread::sleep(Duration::from_micros(client.rng.below(8000) as u64));
+    }
     let since = drained.load(Ordering::SeqCst);
     let killed = machine.kill(&mut client.rng);
-    let Client { store, writers, states, log, .. } = client;
-    for writer in &writers {
-        store.release(&writer.handle);
+    let Client { store, writers, privates, states, synced, log, .. } = client;
+    for handle in
+        writers.iter().map(|writer| &writer.handle).chain(privates.iter().map(|private| &private.handle))
+    {
+        store.release(handle);
     }
     drop(store);
     rig.stop();
@@ -396,7 +488,9 @@ fn live(setup: &Setup, fresh: &[Image], seed: u64) -> Result<(), String> {
                 found.insert(path.clone(), parse(&bytes).map_err(|why| format!("{path}: {why}"))?);
             }
         }
-        check(&found, &states[since..]).map_err(|why| {
+        seen.found += found.len();
+        seen.durable += states[since].len();
+        check(&found, &states, since, &synced).map_err(|why| {
             let list: Vec<_> = found
                 .iter()
                 .map(|(path, (number, c))| format!("{path}: file {number} {:?}", runs(c)))
@@ -411,16 +505,20 @@ fn live(setup: &Setup, fresh: &[Image], seed: u64) -> Result<(), String> {
 #[test]
 fn renamed_and_rewritten_files_survive_any_end() {
     let seed = number("KVCACHEFS_TEST_SEED", 1) as u64;
-    let dir = tempfile::tempdir().unwrap();
-    let setup = Setup::new(dir.path(), &[24 * MIB], "none");
-    let machine = Machine::new(vec![Image::blank(24 * MIB)]);
-    Rig::open(&setup, &machine).unwrap().stop();
-    let fresh = machine.images();
     let lives = number("KVCACHEFS_TEST_LIVES", LIVES) as u64;
-    for life in 0..lives {
-        let seed = seed * 100_000 + life;
-        if let Err(why) = live(&setup, &fresh, seed) {
-            panic!("seed {seed}: {why}");
+    let mut seen = Seen::default();
+    for (at, lens) in [&[24 * MIB][..], &[20 * MIB, 18 * MIB]].into_iter().enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let setup = Setup::new(dir.path(), lens, "none");
+        let machine = Machine::new(lens.iter().map(|len| Image::blank(*len)).collect());
+        Rig::open(&setup, &machine).unwrap().stop();
+        let fresh = machine.images();
+        for life in (0..lives).filter(|life| *life as usize % 2 == at) {
+            let seed = seed * 100_000 + life;
+            if let Err(why) = live(&setup, &fresh, seed, &mut seen) {
+                panic!("seed {seed}: {why}");
+            }
         }
     }
+    assert!(seen.found as u64 > lives && seen.durable as u64 > lives, "too little to look at: {seen:?}");
 }
