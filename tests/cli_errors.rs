@@ -64,6 +64,8 @@ fn wrong_words() {
     place.refuses(&["--l3=1GiB"], &["--l3", "unknown option", "mount --help"]);
     place.refuses(&["--cache-size=1GiB"], &["--cache-size", "unknown option", "mount --help"]);
     place.refuses(&["--dirty-limits=1GiB"], &["--dirty-limits", "did you mean --dirty-limit"]);
+    place.refuses(&["--l1", "-5MiB"], &["-5", "no option", "negative", "leave out the -"]);
+    place.refuses(&["--allow-other=maybe"], &["--allow-other", "'maybe'", "true or false"]);
     place.refuses(&["-o", "ro,bogus=1"], &["-o bogus: unknown option"]);
     place.refuses(&["--evict=fifo"], &["--evict", "fifo", "use lru or none"]);
     place.refuses(&["--threads=many"], &["--threads", "many"]);
@@ -428,6 +430,8 @@ fn a_configuration_file_that_is_wrong() {
     refuses("l1 = \"64MiB\"\n[l2\n", &["line 2"]);
     refuses("\n\nl3 = \"4GiB\"\n", &["line 3", "l3", "no such option", "remove it"]);
     refuses("l1 = \"64MiB\"\ndirty-limit = \"1GiB\"\n", &["line 2", "dirty-limit", "write dirty_limit"]);
+    refuses("[mount]\nl1 = \"64MiB\"\n", &["line 1", "no sections", "leave out"]);
+    refuses("l1 = \"64MiB\"\nl1 = \"65MiB\"\n", &["line 2", "l1", "give it once"]);
     refuses("l1 = 4\n", &["line 1", "l1"]);
     refuses("l1 = \"4\"\n", &["line 1", "l1", "no unit"]);
     refuses("threads = \"many\"\n", &["line 1", "threads"]);

@@ -472,6 +472,7 @@ fn toml_error(text: &str, error: &toml::de::Error) -> Error {
                 Some("write it without quotes")
             }
             Some((found, "a string")) if !found.starts_with(['s', 'm']) => Some("write it in quotes"),
+            _ if message == "duplicate key" => Some("give it once"),
             _ => None,
         };
         let error = Error::new(place, message);
@@ -480,6 +481,9 @@ fn toml_error(text: &str, error: &toml::de::Error) -> Error {
             None => error,
         };
     };
+    if text.lines().nth(line).is_some_and(|line| line.trim_start().starts_with('[')) {
+        return Error::new(place, "the file has no sections").remedy("leave out the line in brackets");
+    }
     let meant = unknown.trim_start_matches('-').replace('-', "_");
     let remedy = if keys().any(|key| key == meant) {
         format!("write {meant}")
@@ -513,6 +517,9 @@ pub fn usage_error(error: &clap::Error) -> Error {
             let cause = if another { "a second mount point" } else { "is not expected here" };
             Error::new(arg, cause).remedy(if another { "give one" } else { "leave it out" })
         }
+        ErrorKind::UnknownArgument if arg[1..].starts_with(|next: char| next.is_ascii_digit()) => {
+            Error::new(arg, "is no option, and no option has a negative value").remedy("leave out the -")
+        }
         ErrorKind::UnknownArgument => {
             let remedy = match context(ContextKind::SuggestedArg) {
                 Some(similar) => format!("did you mean {similar}?"),
@@ -529,6 +536,9 @@ pub fn usage_error(error: &clap::Error) -> Error {
             let cause = error.source().map(ToString::to_string).unwrap_or_default();
             let value = context(ContextKind::InvalidValue).unwrap_or_default();
             // Our own types name the value; those of others leave it out.
+            if cause == "value was not a boolean" {
+                return Error::new(option, format!("'{value}' is not possible")).remedy("use true or false");
+            }
             let cause = if cause.contains(&value) { cause } else { format!("'{value}': {cause}") };
             Error::new(option, cause)
         }
