@@ -426,9 +426,28 @@ impl Config {
             if !seen.insert(identity(&spec.path)) {
                 return Err(Error::new(what, "the same store is given twice").remedy("give every store once"));
             }
+            if self.hides(&spec.path) {
+                return Err(self.hidden(what));
+            }
             spec.check(self.format, self.read_only).map_err(|error| error.within(what))?;
         }
         Ok(())
+    }
+
+    /// Whether the mount would lie over this file. The mount point itself, which may be one of a dead daemon, is not
+    /// looked at.
+    fn hides(&self, path: &Path) -> bool {
+        let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let place = match (self.mountpoint.parent(), self.mountpoint.file_name()) {
+            (Some(dir), Some(name)) => real(dir).join(name),
+            _ => return false,
+        };
+        path.parent().is_some_and(|dir| real(dir).starts_with(place))
+    }
+
+    fn hidden(&self, what: String) -> Error {
+        let cause = format!("lies below the mount point {}, which will hide it", self.mountpoint.display());
+        Error::new(what, cause).remedy("put it elsewhere")
     }
 
     fn check_running(&self) -> Result<()> {
@@ -450,6 +469,9 @@ impl Config {
             if self.l2.iter().any(|store| same_file(&store.path, path)) {
                 return Err(wrong(key, format!("{} is a store of --l2", path.display()))
                     .remedy("name a file of its own"));
+            }
+            if self.hides(path) {
+                return Err(self.hidden(format!("{} {}", self.named(key), path.display())));
             }
         }
         if self.l2_files_max == Some(0) {
