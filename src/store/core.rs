@@ -231,6 +231,9 @@ pub struct Core {
     /// Versions that stand for one which was queued, with this number, and replaced or written to before it was durable.
     /// A drain that came after that one waits for these.
     pub heirs: HashMap<NodeId, u64>,
+    /// Names by which a crash brings back what a file was before it was rewritten and renamed, while it is not stored:
+    /// directory and name, and the file.
+    pub old_names: HashMap<(NodeId, Box<[u8]>), NodeId>,
     /// Clients that wait until something is durable.
     pub patience: Vec<Patience>,
     pub queue: PublishQueue,
@@ -293,6 +296,7 @@ impl Core {
             dirty_pages: 0,
             waiters: VecDeque::new(),
             heirs: HashMap::new(),
+            old_names: HashMap::new(),
             patience: Vec::new(),
             queue: PublishQueue::default(),
             admitting: false,
@@ -653,6 +657,8 @@ impl Core {
                 let hot = self.hot_mut(new);
                 if hot.origin == Some(*id) && made_of.is_some_and(|id| theirs.contains(&id)) {
                     hot.origin = made_of;
+                    let old = *id;
+                    self.old_names.values_mut().filter(|file| **file == old).for_each(|file| *file = new_id);
                 }
                 ids.extend(theirs);
             }

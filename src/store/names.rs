@@ -62,6 +62,7 @@ impl Core {
         let (gid, mode) = self.inherited(parent, caller, mode, matches!(detail, Detail::Dir(_)));
         let target = if let Detail::Symlink(target) = &detail { target.len() } else { 0 };
         let idx = self.new_node(detail, mode, caller.uid, gid, name.len() + target)?;
+        self.make_way(parent, name);
         self.tree.link(idx, parent, name);
         self.touch_dir(parent);
         self.record_at_once(idx);
@@ -254,6 +255,9 @@ impl Core {
         }
         self.outdate(parent, name, idx, self.closes, caller.uid);
         self.outdate(new_parent, new_name, idx, self.closes, caller.uid);
+        if self.node(idx).has(DURABLE) || self.hot(idx).is_some_and(|hot| !hot.sealed()) {
+            self.make_way(new_parent, new_name);
+        }
         self.tree.unlink(idx);
         self.touch_dir(parent);
         self.tree.link(idx, new_parent, new_name);
@@ -262,6 +266,7 @@ impl Core {
         self.node_mut(idx).ctime = now();
         self.changed(idx);
         self.settle_names(idx);
+        self.note_old_name(idx);
         Ok(())
     }
 

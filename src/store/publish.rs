@@ -12,6 +12,10 @@ use super::patience::Once;
 use super::{Store, UnitReply};
 use crate::writeback::queue::{Barrier, Work};
 
+/// Old names are looked through, for those that are of no use any more, when there are so many, and each time they have
+/// doubled.
+const OLD_NAMES_MIN: usize = 64;
+
 impl Core {
     /// The last writable handle of `idx` is gone.
     pub fn complete(&mut self, idx: Idx) {
@@ -351,13 +355,52 @@ impl Core {
         base.unwrap_or(idx)
     }
 
-    /// What a crash brings back for `idx`, which has no record yet, goes by the name that this has now: what it was made
-    /// of, or, while it is under construction, else what had this name before, or else what it has replaced last. What
-    /// else waits for it under a name that it has left has lost that name.
+    /// What a crash brings back for `idx`, which is under construction, goes by the name that this has now: what it was
+    /// made of, or else what had this name before, or else what it has replaced last. What else waits for it under a name
+    /// that it has left has lost that name.
     pub fn settle_names(&mut self, idx: Idx) {
-        let unsettled =
-            |hot: &&Hot| !hot.supersedes.is_empty() && (!hot.sealed() || self.is_origin_durable(idx));
-        let Some(hot) = self.hot(idx).filter(unsettled) else { return };
+        if self.hot(idx).is_some_and(|hot| !hot.sealed()) {
+            self.take_along(idx);
+        }
+    }
+
+    /// The same for one that is complete: it keeps for its original the old name until it is stored itself, but only as
+    /// long as nobody else takes that.
+    pub fn note_old_name(&mut self, idx: Idx) {
+        if !self.hot(idx).is_some_and(Hot::sealed) || !self.is_origin_durable(idx) {
+            return;
+        }
+        let Some(origin) = self.hot(idx).and_then(|hot| hot.origin).and_then(|id| self.by_id(id)) else {
+            return;
+        };
+        let node = self.node(origin);
+        let place = (NodeId::new(node.parent, node.parent_generation), node.name.clone());
+        let id = self.id(idx);
+        self.old_names.insert(place, id);
+        if self.old_names.len() >= OLD_NAMES_MIN && self.old_names.len().is_power_of_two() {
+            let mut names = std::mem::take(&mut self.old_names);
+            names.retain(|_, id| self.by_id(*id).is_some_and(|idx| !self.node(idx).has(DURABLE)));
+            self.old_names = names;
+        }
+    }
+
+    /// Something is about to have this name whose record waits for no bytes: another record under it would be taken for
+    /// its older version.
+    pub fn make_way(&mut self, parent: Idx, name: &[u8]) {
+        if self.old_names.is_empty() {
+            return;
+        }
+        let file = self.old_names.remove(&(self.id(parent), name.into()));
+        if let Some(idx) = file.and_then(|id| self.by_id(id))
+            && !self.node(idx).has(DURABLE)
+            && self.is_origin_durable(idx)
+        {
+            self.take_along(idx);
+        }
+    }
+
+    fn take_along(&mut self, idx: Idx) {
+        let Some(hot) = self.hot(idx).filter(|hot| !hot.supersedes.is_empty()) else { return };
         let node = self.node(idx);
         let is_here = |id: &NodeId| {
             self.tree.nodes.by_id(*id).is_some_and(|old| {
@@ -390,7 +433,7 @@ impl Core {
             self.remove_records(others);
         } else {
             self.supersede(origin, others);
-            self.settle_names(origin);
+            self.note_old_name(origin);
         }
     }
 
