@@ -566,6 +566,8 @@ mod in_flight_tests;
 #[cfg(test)]
 mod late_release_tests;
 #[cfg(test)]
+mod replaced_tests;
+#[cfg(test)]
 mod stale_tests;
 #[cfg(test)]
 mod stand_in_tests;

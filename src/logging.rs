@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read as _, Write as _};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 use env_logger::{Builder, Target};
@@ -21,6 +22,10 @@ pub fn init(config: &Config) -> Result<()> {
     // It calls it an error when whoever asked has gone away meanwhile.
     builder.filter_module("fuser::reply", LevelFilter::Off);
     if let Some(path) = &config.log_file {
+        if fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device()) {
+            return Err(Error::new(format!("--log-file {}", path.display()), "is a block device")
+                .remedy("name a file"));
+        }
         if is_store(path) {
             return Err(Error::new(format!("--log-file {}", path.display()), "it is a kvcachefs store")
                 .remedy("name a file of its own"));

@@ -12,10 +12,10 @@ use crate::l2::Class;
 use crate::store::node::ROOT_INO;
 use crate::store::{Handle, Opened};
 
-const SIZE: usize = 300_000;
+pub(super) const SIZE: usize = 300_000;
 
 /// Opens a file to write as the kernel does: by name, and once more if it is sent to look again.
-fn open(rig: &Rig, name: &str, flags: i32) -> Handle {
+pub(super) fn open(rig: &Rig, name: &str, flags: i32) -> Handle {
     for _ in 0..3 {
         match rig.store().open(rig.find(name).unwrap(), flags, &Rig::caller()) {
             Ok(opened) => return opened.handle,
@@ -25,24 +25,24 @@ fn open(rig: &Rig, name: &str, flags: i32) -> Handle {
     panic!("{name} stays stale");
 }
 
-fn write(rig: &Rig, handle: &Handle, bytes: &[u8]) {
+pub(super) fn write(rig: &Rig, handle: &Handle, bytes: &[u8]) {
     let (tell, told) = channel();
     rig.store().write(handle, 0, bytes, Box::new(move |result| tell.send(result).unwrap()));
     assert_eq!(told.recv().unwrap(), Ok(bytes.len() as u32));
 }
 
-fn rename(rig: &Rig, from: &str, to: &str) {
+pub(super) fn rename(rig: &Rig, from: &str, to: &str) {
     rig.store().rename(ROOT_INO, from.as_bytes(), ROOT_INO, to.as_bytes(), 0, &Rig::caller()).unwrap();
 }
 
-fn begin_drain(rig: &Rig) -> Receiver<Result<(), Errno>> {
+pub(super) fn begin_drain(rig: &Rig) -> Receiver<Result<(), Errno>> {
     let (tell, told) = channel();
     rig.store().barrier(Box::new(move |result| tell.send(result).unwrap()));
     told
 }
 
 /// What another daemon finds in the store as it is on the device now.
-fn after_a_crash(dir: &Path, look: impl FnOnce(&Rig)) {
+pub(super) fn after_a_crash(dir: &Path, look: impl FnOnce(&Rig)) {
     let crashed = tempfile::tempdir().unwrap();
     std::fs::copy(dir.join("store"), crashed.path().join("store")).unwrap();
     let rig = Rig::start(crashed.path());

@@ -513,7 +513,8 @@ impl Core {
     }
 
     /// Takes the visible name from `idx`. `successor` is the version that takes its place, if there is one: then
-    /// the old record stays on the device until the new one is committed.
+    /// the old record stays on the device until the new one is committed, and `idx` is kept until it is
+    /// [let go](Self::let_go), once the successor has the name.
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
         self.forget_recency(idx);
         self.remember_name(idx, successor, by_us);
@@ -522,7 +523,9 @@ impl Core {
             Some(WriteBack::Queued(seq)) => Some(seq),
             _ => None,
         };
-        if let (Some(heir), Some(seq)) = (successor, inherited.chain(queued).min()) {
+        if let (Some(heir), Some(seq)) = (successor, inherited.chain(queued).min())
+            && !self.node(heir).has(DURABLE)
+        {
             self.inherit(heir, seq);
         }
         let heir = successor.map(|new| self.id(new));
@@ -544,10 +547,21 @@ impl Core {
             old.extend(self.take_superseded(idx));
         }
         match successor {
-            Some(new) if !self.settings.memory_only => self.supersede(new, old),
+            Some(new) if !self.settings.memory_only && !self.node(new).has(DURABLE) => {
+                self.supersede(new, old);
+            }
             _ => self.remove_records(old),
         }
-        self.reap(idx);
+        if successor.is_none() {
+            self.reap(idx);
+        }
+    }
+
+    /// What has lost its name to a successor, which has it now.
+    pub fn let_go(&mut self, old: Option<Idx>) {
+        if let Some(idx) = old {
+            self.reap(idx);
+        }
     }
 
     /// `heir` shall be durable before a drain is answered that came after entry `seq` of the publish queue.
@@ -580,7 +594,7 @@ impl Core {
                     // What it shows could not be stored.
                     continue;
                 }
-                if self.is_origin_durable(idx) {
+                if self.is_backed(idx) {
                     // That has the name until this one is complete, if not before then with the next commit.
                     self.heirs.remove(&id);
                     continue;
@@ -598,8 +612,12 @@ impl Core {
     /// Whether `idx`, which has lost its name, is what a crash brings back all the same: whole, as it was published,
     /// while the version that took the name is under construction (rule R1).
     pub fn stands_in(&self, idx: Idx) -> bool {
-        let coming = |hot: &&Hot| hot.superseded && hot.write_back != WriteBack::None;
-        let Some(hot) = self.hot(idx).filter(coming) else { return false };
+        self.in_write_back(idx) && self.would_stand_in(idx)
+    }
+
+    /// The same if it is on its way to the device.
+    pub fn would_stand_in(&self, idx: Idx) -> bool {
+        let Some(hot) = self.hot(idx).filter(|hot| hot.superseded) else { return false };
         let heir = hot.heir.and_then(|heir| self.tree.nodes.by_id(heir));
         heir.is_some_and(|heir| {
             let built = heir.hot.as_ref().is_some_and(|hot| matches!(hot.phase, Phase::Open));
@@ -630,8 +648,20 @@ impl Core {
         built && self.in_write_back(old)
     }
 
-    fn take_superseded(&mut self, idx: Idx) -> Vec<NodeId> {
+    pub fn take_superseded(&mut self, idx: Idx) -> Vec<NodeId> {
         self.node_mut(idx).hot.as_mut().map_or_else(Vec::new, |hot| std::mem::take(&mut hot.supersedes))
+    }
+
+    /// Whether a crash brings back something else, whole, under the name of this version under construction.
+    fn is_backed(&self, idx: Idx) -> bool {
+        let node = self.node(idx);
+        let replaced = self.hot(idx).map_or(&[][..], |hot| hot.supersedes.as_slice());
+        replaced.iter().filter_map(|id| self.tree.nodes.by_id(*id)).any(|old| {
+            old.has(DURABLE)
+                && !old.has(super::node::LOST)
+                && (old.parent, old.parent_generation, &old.name)
+                    == (node.parent, node.parent_generation, &node.name)
+        })
     }
 
     /// Whether a crash brings back what this version was made of by copy-on-write.

@@ -103,6 +103,10 @@ impl Core {
 
     /// Moves places and checksums of a sealed file that is wholly on the device from its blocks to the node.
     pub fn settle_layout(&mut self, idx: Idx) {
+        if self.hot(idx).is_some_and(|hot| hot.base.is_some()) {
+            // It shows the bytes of another, and what it had itself is given up.
+            return;
+        }
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return };
         if !hot.placed

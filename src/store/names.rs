@@ -98,6 +98,20 @@ impl Core {
             .copied()
     }
 
+    /// Versions of `name` that the caller's process made, that were overtaken, and that it has open still: what it does
+    /// to the name, it does to them, too.
+    fn own_outdated(&self, parent: Idx, name: &[u8], caller: &Caller) -> Vec<Idx> {
+        let is_own = |idx: &Idx| {
+            self.hot(*idx).and_then(|hot| hot.private()).is_some_and(|private| {
+                private.opened
+                    && private.is_outdated()
+                    && caller.tid != 0
+                    && (private.tid == caller.tid || super::process::is_thread_of(caller.tid, private.tgid))
+            })
+        };
+        self.tree.privates(parent, name).iter().copied().filter(is_own).collect()
+    }
+
     /// Whether `uid` may remove `victim` from `parent`: the kernel's check in directories with the sticky bit, which it
     /// cannot make of what has appeared since it looked, or under a name that leads its caller to something else.
     pub fn may_remove(&self, parent: Idx, victim: Idx, uid: u32) -> bool {
@@ -132,6 +146,16 @@ impl Core {
         if own { grants(6) } else { grants(3) && grants(0) }
     }
 
+    fn move_private(&mut self, idx: Idx, parent: Idx, name: &[u8], new_parent: Idx, new_name: &[u8]) {
+        self.tree.remove_private(idx, parent, name);
+        self.tree.add_private(idx, new_parent, new_name);
+        if let Some(private) = self.hot_mut(idx).private_mut() {
+            private.parent = new_parent;
+            private.name = new_name.into();
+        }
+        self.recount(idx);
+    }
+
     /// Takes the name from a private version; it goes on as a file without a name.
     fn forget_private(&mut self, idx: Idx) {
         self.remember_name(idx, None, false);
@@ -160,6 +184,9 @@ impl Core {
             return Err(Errno::EISDIR);
         }
         if let Some(idx) = mine {
+            self.forget_private(idx);
+        }
+        for idx in self.own_outdated(parent, name, caller) {
             self.forget_private(idx);
         }
         self.outdate(parent, name, NONE, self.closes, caller.uid);
@@ -214,22 +241,17 @@ impl Core {
             if target.is_some_and(|idx| self.node(idx).kind() == Kind::Dir) {
                 return Err(Errno::EISDIR);
             }
-            self.tree.remove_private(idx, parent, name);
             self.outdate(parent, name, idx, self.closes, caller.uid);
             self.outdate(new_parent, new_name, idx, self.closes, caller.uid);
-            self.tree.add_private(idx, new_parent, new_name);
+            self.move_private(idx, parent, name, new_parent, new_name);
             if self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.flushed)
                 && let Some(older) = self.tree.child(parent, name)
                 && self.may_remove(parent, older, caller.uid)
             {
                 // To its maker it was what the name led to.
                 self.drop_name(older, Some(idx), false);
+                self.let_go(Some(older));
             }
-            if let Some(private) = self.hot_mut(idx).private_mut() {
-                private.parent = new_parent;
-                private.name = new_name.into();
-            }
-            self.recount(idx);
             self.node_mut(idx).ctime = now();
             return Ok(());
         }
@@ -250,8 +272,10 @@ impl Core {
             }
             // A file whose own record is on the device takes the name in the same commit that removes the
             // old one; otherwise the old record stays until the bytes of the new file are there.
-            let successor = (!self.node(idx).has(DURABLE)).then_some(idx);
-            self.drop_name(target, successor, false);
+            self.drop_name(target, Some(idx), false);
+        }
+        for private in self.own_outdated(parent, name, caller) {
+            self.move_private(private, parent, name, new_parent, new_name);
         }
         self.outdate(parent, name, idx, self.closes, caller.uid);
         self.outdate(new_parent, new_name, idx, self.closes, caller.uid);
@@ -261,6 +285,7 @@ impl Core {
         self.tree.unlink(idx);
         self.touch_dir(parent);
         self.tree.link(idx, new_parent, new_name);
+        self.let_go(target);
         self.recount(idx);
         self.touch_dir(new_parent);
         self.node_mut(idx).ctime = now();

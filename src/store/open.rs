@@ -312,6 +312,7 @@ impl Core {
         self.hot_mut(old).based += 1;
         self.drop_name(old, Some(new), true);
         self.tree.link(new, parent, &name);
+        self.let_go(Some(old));
         self.touch(new);
         self.start_building(new);
         self.counters.copies_on_write += 1;

@@ -108,6 +108,7 @@ impl Core {
             self.drop_name(target, Some(idx), true);
         }
         self.tree.link(idx, parent, &name);
+        self.let_go(target);
         self.touch_dir(parent);
         self.touch(idx);
         self.counters.published_files += 1;
@@ -177,7 +178,7 @@ impl Core {
             let hot = self.hot_mut(idx);
             hot.blocks.iter_mut().for_each(|block| block.dirty = false);
             hot.supersedes.clear();
-        } else if named {
+        } else if named || self.would_stand_in(idx) {
             self.store_soon(idx);
         }
         self.let_replaced_go(idx);
@@ -266,12 +267,28 @@ impl Core {
             return self.reply(move || reply(Err(Errno::EIO)));
         }
         // What is under construction is no part of this, but the names it was given are.
-        let building = self.building.values().filter_map(|id| self.by_id(*id));
-        let named: Vec<Idx> = building.filter(|&idx| self.node(idx).has(NAMED)).collect();
-        for idx in named {
-            self.stand_in(idx);
+        let building: Vec<Idx> = self.building.values().filter_map(|id| self.by_id(*id)).collect();
+        for idx in building {
+            if self.node(idx).has(NAMED) {
+                self.stand_in(idx);
+            } else {
+                self.leave_old_name(idx);
+            }
         }
         self.push_barrier(Barrier { reply, once, since: None, quiet: false });
+    }
+
+    /// A version that only its maker sees was renamed, and with it, to its maker, what had its old name, which everybody
+    /// saw there: that is gone, though the version may never appear.
+    fn leave_old_name(&mut self, idx: Idx) {
+        let Some(hot) = self.hot(idx).filter(|hot| !hot.supersedes.is_empty()) else { return };
+        let Some(private) = hot.private() else { return };
+        let place = (private.parent, private.name.clone());
+        let (here, elsewhere) = self.take_superseded(idx).into_iter().partition(|id| {
+            self.tree.nodes.by_id(*id).is_some_and(|old| old.parent == place.0 && old.name == place.1)
+        });
+        self.hot_mut(idx).supersedes = here;
+        self.remove_records(elsewhere);
     }
 
     fn push_barrier(&mut self, barrier: Barrier) {
@@ -313,6 +330,10 @@ impl Core {
             return self.reply(move || reply(Ok(())));
         }
         let idx = self.stand_in(idx);
+        if self.node(idx).has(LOST) {
+            // What it shows could not be stored.
+            return self.reply(move || reply(Err(Errno::EIO)));
+        }
         if self.is_durable(idx) && !self.node(idx).has(META_DIRTY) {
             return self.reply(move || reply(Ok(())));
         }

@@ -196,8 +196,15 @@ impl Core {
         commit
     }
 
-    /// Those of the fsyncs of a version that is not stored any more which need not wait for what has its name now.
+    /// Those of the fsyncs of a version that is not stored any more which can be answered: they need not wait for what has
+    /// its name now, and it was not lost.
     fn pass_on(&mut self, idx: Idx, fsyncs: Vec<(u64, UnitReply)>) -> Vec<(u64, UnitReply)> {
+        if self.node(idx).has(LOST) {
+            for (_, reply) in fsyncs {
+                self.reply(move || reply(Err(Errno::EIO)));
+            }
+            return Vec::new();
+        }
         if self.hot(idx).is_none_or(|hot| hot.heir.is_none()) {
             return fsyncs;
         }
