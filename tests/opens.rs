@@ -18,11 +18,12 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use client::Watchdog;
 use common::run::wait_until;
-use common::{Mode, Mount, Options, memory_only, mode};
+use common::{Mode, Mount, Options, bytes, memory_only, mode};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::getpid;
@@ -247,6 +248,48 @@ fn no_mix_of_opens_fails() {
     assert!(memory_only() || mount.stat("promotions") > 0, "nothing came from the device");
     mount.wait_for("private_files", |files| files == 0);
     mount.wait_for("l1_lent_bytes", |bytes| bytes == 0);
+    mount.check_quiet();
+}
+
+/// Threads of one process, which find each other's private versions, as processes do not.
+#[test]
+fn threads_that_rewrite_and_rename_the_same_names_get_no_estale() {
+    let mount = Mount::new();
+    let _watchdog = Watchdog::new(&mount);
+    let steps = steps() / 3;
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..3)
+            .map(|writer| {
+                let mount = &mount;
+                scope.spawn(move || {
+                    let bytes = bytes(writer, 320_000);
+                    for step in 0..steps {
+                        let name = format!("k{}", (step + writer) % 2);
+                        let len = if step % 2 == 0 { 800 } else { bytes.len() };
+                        let mut file = File::create(mount.at(&name)).unwrap_or_else(|error| {
+                            panic!("writer {writer}, step {step}, {name}: {error}");
+                        });
+                        file.write_all(&bytes[..len]).unwrap();
+                    }
+                })
+            })
+            .collect();
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                for (from, to) in [("k0", "k1"), ("k1", "k0")] {
+                    match fs::rename(mount.at(from), mount.at(to)) {
+                        Ok(()) => {}
+                        Err(error) => assert_eq!(error.kind(), ErrorKind::NotFound, "{from} to {to}"),
+                    }
+                }
+            }
+        });
+        let results: Vec<_> = writers.into_iter().map(|writer| writer.join()).collect();
+        done.store(true, Ordering::Relaxed);
+        assert!(results.iter().all(Result::is_ok));
+    });
+    mount.wait_for("private_files", |files| files == 0);
     mount.check_quiet();
 }
 

@@ -259,7 +259,8 @@ impl Core {
         // What it opened may have been renamed, and it goes by the old name. The first file that a thread looks up after
         // it was sent to look again is what it was sent for: what comes before are directories.
         let at = at.or_else(|| {
-            let visible = self.tree.child(parent, name)?;
+            let sees = || self.own_private(parent, name, caller, false);
+            let visible = self.tree.child(parent, name).or_else(sees)?;
             let elsewhere = |expected: &Expected| caller.tid != 0 && expected.is(caller, None);
             let at = self.expected.iter().position(elsewhere)?;
             (self.node(visible).kind() == Kind::File && self.expected[at].lookups == 0).then_some(at)

@@ -128,7 +128,7 @@ pub struct Private {
     pub closed: u64,
     /// What was closed up to here has been replaced, moved away or unlinked meanwhile.
     pub outdated: u64,
-    /// A lookup has already waited for it once.
+    /// A lookup has waited for its RELEASE in vain: what was closed is taken for a duplicate, until the next close.
     pub waited: bool,
     /// The creating process was killed by a signal before it closed.
     pub killed: bool,
@@ -142,6 +142,11 @@ impl Private {
     /// Whether another version was published since it was last closed.
     pub fn is_outdated(&self) -> bool {
         self.closed > 0 && self.closed <= self.outdated
+    }
+
+    /// Whether it is closed, as far as can be known, and its RELEASE is on its way.
+    pub fn is_releasing(&self) -> bool {
+        self.flushed && !self.waited
     }
 
     /// The bytes of `range` are there, or are not wanted any more.

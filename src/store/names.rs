@@ -72,8 +72,10 @@ impl Core {
     /// The private version of `name` that `caller` means: its thread's own, else its process's newest.
     pub fn own_private(&self, parent: Idx, name: &[u8], caller: &Caller, any_unknown: bool) -> Option<Idx> {
         // What was made for an open that has not arrived yet is nobody's, nor is what was closed before the version that
-        // everybody sees, though a duplicate is open still.
-        let means = |private: &super::hot::Private| private.opened && !private.is_outdated();
+        // everybody sees, unless that was a duplicate.
+        let means = |private: &super::hot::Private| {
+            private.opened && !(private.is_releasing() && private.is_outdated())
+        };
         let all: SmallVec<[Idx; 2]> = self
             .tree
             .privates(parent, name)
@@ -98,12 +100,13 @@ impl Core {
             .copied()
     }
 
-    /// Versions of `name` that the caller's process made, that were overtaken, and that it has open still: what it does
-    /// to the name, it does to them, too.
+    /// Versions of `name` that the caller's process made, and that were overtaken before their RELEASE: what it does to the
+    /// name, it does to them, too, since they may be open still.
     fn own_outdated(&self, parent: Idx, name: &[u8], caller: &Caller) -> Vec<Idx> {
         let is_own = |idx: &Idx| {
             self.hot(*idx).and_then(|hot| hot.private()).is_some_and(|private| {
                 private.opened
+                    && private.is_releasing()
                     && private.is_outdated()
                     && caller.tid != 0
                     && (private.tid == caller.tid || super::process::is_thread_of(caller.tid, private.tgid))
@@ -144,6 +147,13 @@ impl Core {
         } | if flags & libc::O_TRUNC != 0 { 0o2 } else { 0 };
         let grants = |class: u16| node.mode >> class & bits == bits;
         if own { grants(6) } else { grants(3) && grants(0) }
+    }
+
+    /// The kernel moves what it knows by the old name to the new one, and believes in that. It is not what whoever has a
+    /// private version under one of them finds there.
+    fn forget_entry_of(&mut self, parent: Idx, name: &[u8]) {
+        let parent = self.ino(parent);
+        self.effects.push(super::core::Effect::Invalidate { parent, name: name.into() });
     }
 
     fn move_private(&mut self, idx: Idx, parent: Idx, name: &[u8], new_parent: Idx, new_name: &[u8]) {
@@ -244,7 +254,9 @@ impl Core {
             self.outdate(parent, name, idx, self.closes, caller.uid);
             self.outdate(new_parent, new_name, idx, self.closes, caller.uid);
             self.move_private(idx, parent, name, new_parent, new_name);
-            if self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| private.flushed)
+            self.forget_entry_of(parent, name);
+            self.forget_entry_of(new_parent, new_name);
+            if self.hot(idx).and_then(|hot| hot.private()).is_some_and(super::hot::Private::is_releasing)
                 && let Some(older) = self.tree.child(parent, name)
                 && self.may_remove(parent, older, caller.uid)
             {
@@ -288,6 +300,9 @@ impl Core {
         self.let_go(target);
         self.recount(idx);
         self.touch_dir(new_parent);
+        if !self.tree.privates(new_parent, new_name).is_empty() {
+            self.forget_entry_of(new_parent, new_name);
+        }
         self.node_mut(idx).ctime = now();
         self.changed(idx);
         self.settle_names(idx);
@@ -401,7 +416,7 @@ impl Store {
         self.with(|core| {
             for idx in choose(core) {
                 let Some(private) = core.hot(idx).and_then(|hot| hot.private()) else { continue };
-                if !private.flushed || private.waited || private.parent == NONE {
+                if !private.is_releasing() || private.parent == NONE {
                     continue;
                 }
                 let (parent, name, ready) = (private.parent, private.name.clone(), ready.clone());

@@ -80,7 +80,7 @@ impl Core {
             // stay private, and be taken for a newer version than the next one.
             let closed = |idx: &Idx| {
                 let private = self.hot(*idx).and_then(|hot| hot.private());
-                private.is_some_and(|private| private.flushed && !private.waited)
+                private.is_some_and(super::hot::Private::is_releasing)
             };
             if let Some(idx) = self.own_private(parent, name, caller, false).filter(|idx| !closed(idx)) {
                 return Ok(Found::Node(idx, false));
@@ -90,7 +90,7 @@ impl Core {
             let releasing = self.tree.privates(parent, name).iter().rev().copied().find(|&idx| {
                 self.hot(idx)
                     .and_then(|hot| hot.private())
-                    .is_some_and(|private| private.flushed && !private.waited && !private.is_outdated())
+                    .is_some_and(|private| private.is_releasing() && !private.is_outdated())
             });
             if let Some(idx) = releasing {
                 return Ok(Found::Releasing(idx));
