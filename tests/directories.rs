@@ -5,6 +5,7 @@ mod common;
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
+use std::io::Write;
 use std::mem::MaybeUninit;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -148,6 +149,56 @@ fn what_stays_is_listed_once_while_other_names_come_and_go() {
         stop.store(true, Ordering::Relaxed);
     });
     mount.check_quiet();
+}
+
+/// A version that replaced another came to the end of the directory: listings that had passed the one before found it a
+/// second time there.
+#[test]
+fn a_name_that_is_replaced_all_the_time_is_listed_once() {
+    const NAMES: usize = 120;
+    let mount = Mount::new();
+    fill(&mount.at("d"), NAMES);
+    let name = |at: usize| mount.at(&format!("d/f{at:05}"));
+    let stop = AtomicBool::new(false);
+    let names_by = |way: usize| (way..NAMES).step_by(4).cycle().take_while(|_| !stop.load(Ordering::Relaxed));
+    let listed = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for at in names_by(0) {
+                let from = mount.at("d/from");
+                fs::write(&from, b"renamed").unwrap();
+                fs::rename(&from, name(at)).unwrap();
+            }
+        });
+        scope.spawn(|| names_by(1).for_each(|at| fs::write(name(at), b"truncated").unwrap()));
+        scope.spawn(|| {
+            for at in names_by(2) {
+                // A version that is given up again, and one that stays.
+                let open = || fs::OpenOptions::new().write(true).open(name(at)).unwrap();
+                drop(open());
+                open().write_all(b"written").unwrap();
+            }
+        });
+        let lister = scope.spawn(|| {
+            for _ in 0..150 {
+                let dir = File::open(mount.at("d")).unwrap();
+                let mut seen: HashMap<String, u32> = HashMap::new();
+                for line in lines(&dir, 512) {
+                    *seen.entry(line.name).or_default() += 1;
+                }
+                for at in 0..NAMES {
+                    assert_eq!(seen.get(&format!("f{at:05}")), Some(&1), "f{at:05}");
+                }
+            }
+        });
+        let listed = lister.join();
+        // The others go on for ever else, also if that has failed.
+        stop.store(true, Ordering::Relaxed);
+        listed
+    });
+    listed.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    mount.check_quiet();
+    let all = fs::read_dir(mount.at("d")).unwrap().map(|entry| entry.unwrap().file_name());
+    assert_eq!(all.filter(|name| name != "from").collect::<HashSet<_>>().len(), NAMES);
 }
 
 /// A directory that is removed while it is listed, name by name, is empty in the end: what `rm -r` needs.

@@ -271,6 +271,7 @@ impl Core {
         if target == Some(idx) {
             return Ok(());
         }
+        let replaced = target.map(|target| self.node(target).seq);
         let is_dir = self.node(idx).kind() == Kind::Dir;
         if is_dir && self.tree.is_within(new_parent, idx) {
             return Err(Errno::EINVAL);
@@ -294,9 +295,12 @@ impl Core {
         if self.node(idx).has(DURABLE) || self.hot(idx).is_some_and(|hot| !hot.sealed()) {
             self.make_way(new_parent, new_name);
         }
+        // It may have had to stay newer than what another file has just left here; it may be gone by now, too.
+        let target_now = target.and_then(|target| self.tree.nodes.get(target));
+        let replaced = target_now.map_or(replaced, |target| Some(target.seq));
         self.tree.unlink(idx);
         self.touch_dir(parent);
-        self.tree.link(idx, new_parent, new_name);
+        self.tree.link_after(idx, new_parent, new_name, replaced);
         self.let_go(target);
         self.recount(idx);
         self.touch_dir(new_parent);
@@ -448,13 +452,13 @@ impl Store {
             }
         }
         let from = cookie.saturating_sub(FIRST_CHILD_COOKIE);
-        for (&seq, &child) in dir.children.range(from..) {
+        for (&place, &child) in dir.children.range(from..) {
             let node = core.node(child);
             let listed = Listed {
                 ino: core.ino(child),
                 kind: node.kind(),
                 name: node.name.clone(),
-                cookie: seq + FIRST_CHILD_COOKIE + 1,
+                cookie: place + FIRST_CHILD_COOKIE + 1,
             };
             if !take(&listed) {
                 break;

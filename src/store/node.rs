@@ -99,10 +99,10 @@ impl Crcs {
 /// What a directory has beside its attributes.
 #[derive(Debug, Default)]
 pub struct Dir {
-    /// Children in order of arrival. The key is the readdir cookie: it is never used again, so a
-    /// listing goes on at the right place whatever comes and goes meanwhile.
+    /// Children in order of arrival of their names, by [place](Node::place). That is the readdir cookie: no other name
+    /// ever gets it, so a listing goes on at the right place whatever comes and goes meanwhile.
     pub children: BTreeMap<u64, Idx>,
-    pub next_seq: u64,
+    pub next_place: u64,
     /// Number of children that are directories.
     pub subdirs: u32,
     /// Size of the file last published here, and how many in a row had it: the guess for the next.
@@ -114,6 +114,28 @@ pub struct Dir {
     /// have arrived.
     pub replacing: Vec<NodeId>,
 }
+
+impl Dir {
+    /// The [`Node::seq`] of a new name, behind all others.
+    pub fn new_place(&mut self) -> u64 {
+        let place = self.next_place;
+        self.next_place += 1;
+        place
+    }
+
+    /// The [`Node::seq`] of what comes after the version with `seq`: in its place, as long as versions can be counted.
+    pub fn seq_after(&mut self, seq: u64) -> u64 {
+        let next = seq + PLACE_END;
+        if next < SEQ_END { next } else { self.new_place() }
+    }
+}
+
+/// [`Node::seq`] has the place in the directory in so many low bits, and the version above them.
+const PLACE_BITS: u32 = 46;
+/// One past the last place.
+pub const PLACE_END: u64 = 1 << PLACE_BITS;
+/// One past the last `seq`: 16 bits of versions.
+pub const SEQ_END: u64 = 1 << 62;
 
 #[derive(Debug)]
 pub enum Detail {
@@ -162,7 +184,8 @@ pub struct Node {
     pub parent: Idx,
     pub parent_generation: u32,
     pub name: Box<[u8]>,
-    /// Cookie in the parent's list of children.
+    /// Its place among the names of its directory, which it has from the version that it replaced, if there was one; and
+    /// above that, how many versions had the place before. Of two records of one name, [`Node::rank`] tells the newer.
     pub seq: u64,
     pub size: u64,
     /// Nanoseconds since 1970.
@@ -222,6 +245,15 @@ impl Node {
             Detail::Dir(_) => Kind::Dir,
             Detail::Symlink(_) => Kind::Symlink,
         }
+    }
+    /// Key in the parent's list of children.
+    pub fn place(&self) -> u64 {
+        self.seq % PLACE_END
+    }
+    /// Larger for what came to a name later. The place counts first: a name that went away and came back got a new one,
+    /// whatever number of versions the old one had seen.
+    pub fn rank(&self) -> (u64, u64) {
+        (self.place(), self.seq / PLACE_END)
     }
     pub fn has(&self, flag: u8) -> bool {
         self.flags & flag != 0

@@ -310,8 +310,9 @@ impl Core {
         (hot.base, hot.origin) = (Some(old_id), Some(old_id));
         node.hot = Some(Box::new(hot));
         self.hot_mut(old).based += 1;
+        let replaced = self.node(old).seq;
         self.drop_name(old, Some(new), true);
-        self.tree.link(new, parent, &name);
+        self.tree.link_after(new, parent, &name, Some(replaced));
         self.let_go(Some(old));
         self.touch(new);
         self.start_building(new);
@@ -326,6 +327,7 @@ impl Core {
         };
         let node = self.node(new);
         let (parent, name, named) = (node.parent, node.name.clone(), node.has(NAMED));
+        let replaced = node.seq;
         let attributes = (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime);
         let xattrs = self.node(new).xattrs.clone();
         let (old_id, new_id) = (self.id(old), self.id(new));
@@ -351,7 +353,8 @@ impl Core {
         self.drop_name(new, None, true);
         self.hot_mut(old).held -= 1;
         self.supersede(old, supersedes.into_iter().filter(|id| *id != old_id).collect());
-        self.tree.link(old, parent, &name);
+        // After the other one, not as before: what that had replaced under another name may have a record still.
+        self.tree.link_after(old, parent, &name, Some(replaced));
         let hot = self.hot_mut(old);
         (hot.heir, hot.superseded) = (None, false);
         self.leave_to(new_id, old);

@@ -104,10 +104,11 @@ impl Core {
         self.tree.remove_private(idx, parent, &name);
         self.outdate(parent, &name, idx, closed, by);
         self.hot_mut(idx).phase = Phase::Open;
+        let replaced = target.map(|target| self.node(target).seq);
         if let Some(target) = target {
             self.drop_name(target, Some(idx), true);
         }
-        self.tree.link(idx, parent, &name);
+        self.tree.link_after(idx, parent, &name, replaced);
         self.let_go(target);
         self.touch_dir(parent);
         self.touch(idx);
@@ -444,6 +445,10 @@ impl Core {
         let node = self.node_mut(origin);
         // The place in the directory, too: among the others there, its own may be another's.
         (node.seq, node.parent, node.parent_generation, node.name) = (seq, parent, generation, name);
+        // Where a commit has to be written in parts, a crash may leave both records.
+        for idx in self.tree.stay_newer(idx) {
+            self.changed(idx);
+        }
         let origin_id = self.id(origin);
         self.hot_mut(idx).supersedes = Vec::new();
         self.supersede(idx, vec![origin_id]);

@@ -10,8 +10,8 @@ use super::attr::{NAME_MAX, XATTRS_MAX};
 use super::core::HOLE;
 use super::hot::blocks_for;
 use super::node::{
-    COMMITTED, Crcs, DURABLE, Detail, Dir, Extents, GENERATION_MAX, Idx, Kind, NAMED, Node, NodeId, ROOT,
-    SLOT,
+    COMMITTED, Crcs, DURABLE, Detail, Dir, Extents, GENERATION_MAX, Idx, Kind, NAMED, Node, NodeId,
+    PLACE_END, ROOT, SEQ_END, SLOT,
 };
 use super::tree::Tree;
 use crate::l2::record::{Put, Record};
@@ -21,8 +21,9 @@ use crate::l2::{Allocator, Extent};
 /// Why the older of two versions was dropped.
 pub const SUPERSEDED: &str = "a newer version has its name";
 const NO_DIRECTORY: &str = "its directory is not there";
-/// Places in a directory are far from here, and from where cookies of listings would overflow.
-const SEQ_END: u64 = 1 << 62;
+/// Places in a directory are far from here. What is left above is more than names can come in the life of a mount: so
+/// places are counted without a look at their end.
+const KNOWN_PLACES: u64 = PLACE_END / 2;
 
 /// The state of a store as its catalog tells it.
 pub struct Recovered {
@@ -136,7 +137,10 @@ impl Recovery {
                 "it is no root",
             ),
             (put.mode > 0o7777, "its mode has unknown bits"),
-            (put.seq >= SEQ_END, "its place in the directory cannot be"),
+            (
+                put.seq >= SEQ_END || put.seq % PLACE_END >= KNOWN_PLACES,
+                "its place in the directory cannot be",
+            ),
             (put.size > self.size_max, "it is larger than the store"),
             (
                 put.kind != 0 && !(put.extents.is_empty() && put.crcs.is_empty()),
@@ -171,7 +175,7 @@ impl Recovery {
         self.tree.reserve(self.tree.nodes.count());
         for idx in 1..self.tree.nodes.end() {
             let Some(node) = self.tree.nodes.get(idx) else { continue };
-            // Until here, `seq` of the links holds the parent's id: see `node`.
+            // Until here, the links hold the parent's id: see `node`.
             let parent = NodeId((u64::from(node.recency.prev) << 32) | u64::from(node.recency.next));
             let parent_idx =
                 if parent.0 == 0 { Some(ROOT) } else { self.tree.nodes.by_id(parent).map(|_| parent.idx()) };
@@ -192,18 +196,19 @@ impl Recovery {
             if let Some(other) = self.tree.child(parent, &name) {
                 // A crash between a checkpoint and the commit that removes the older version, or while the one that
                 // would have removed both was under construction.
-                let older = if self.tree.nodes[other].seq < self.tree.nodes[idx].seq { other } else { idx };
+                let older =
+                    if self.tree.nodes[other].rank() < self.tree.nodes[idx].rank() { other } else { idx };
                 lost.push((older, SUPERSEDED.to_owned()));
                 if older == idx {
                     continue;
                 }
                 instead = Some(other);
             }
-            let seq = self.tree.nodes[idx].seq;
+            let place = self.tree.nodes[idx].place();
             if let Some(other) = instead {
                 self.tree.unlink(other);
             }
-            if self.tree.nodes[parent].dir().is_some_and(|dir| dir.children.contains_key(&seq)) {
+            if self.tree.nodes[parent].dir().is_some_and(|dir| dir.children.contains_key(&place)) {
                 lost.push((idx, "another has its place in the directory".to_owned()));
                 continue;
             }

@@ -6,7 +6,7 @@ use std::hash::{BuildHasher, Hash, Hasher};
 use hashbrown::{DefaultHashBuilder, HashTable};
 use smallvec::SmallVec;
 
-use super::node::{Arena, Idx, Kind, MOVED, NAMED, NONE, Node, NodeId, ROOT};
+use super::node::{Arena, Idx, Kind, MOVED, NAMED, NONE, Node, NodeId, PLACE_END, ROOT};
 use crate::shown;
 
 /// A directory and a name in it.
@@ -47,12 +47,24 @@ impl Tree {
     /// # Panics
     /// If `parent` is no directory.
     pub fn link(&mut self, idx: Idx, parent: Idx, name: &[u8]) {
+        self.link_after(idx, parent, name, None);
+    }
+
+    /// The same for a version that takes the name over from one that had it until now, as `seq` there. It gets its place:
+    /// a name that is only ever replaced stays where listings have passed it, or come to it yet.
+    ///
+    /// # Panics
+    /// If `parent` is no directory.
+    pub fn link_after(&mut self, idx: Idx, parent: Idx, name: &[u8], seq: Option<u64>) {
         debug_assert!(self.child(parent, name).is_none(), "a name has one node");
         let kind = self.nodes[idx].kind();
         let dir = self.nodes[parent].dir_mut().unwrap_or_else(|| panic!("{parent} is a directory"));
-        let seq = dir.next_seq;
-        dir.next_seq += 1;
-        dir.children.insert(seq, idx);
+        let seq = match seq {
+            Some(before) => dir.seq_after(before),
+            None => dir.new_place(),
+        };
+        let there = dir.children.insert(seq % PLACE_END, idx);
+        debug_assert!(there.is_none(), "a place has one name");
         dir.subdirs += u32::from(kind == Kind::Dir);
         let parent_generation = self.nodes[parent].generation;
         let node = &mut self.nodes[idx];
@@ -73,10 +85,10 @@ impl Tree {
     /// # Panics
     /// If `parent` is no directory.
     pub fn link_restored(&mut self, idx: Idx, parent: Idx) {
-        let (kind, seq) = (self.nodes[idx].kind(), self.nodes[idx].seq);
+        let (kind, place) = (self.nodes[idx].kind(), self.nodes[idx].place());
         let dir = self.nodes[parent].dir_mut().unwrap_or_else(|| panic!("{parent} is a directory"));
-        dir.next_seq = dir.next_seq.max(seq + 1);
-        dir.children.insert(seq, idx);
+        dir.next_place = dir.next_place.max(place + 1);
+        dir.children.insert(place, idx);
         dir.subdirs += u32::from(kind == Kind::Dir);
         let parent_generation = self.nodes[parent].generation;
         let node = &mut self.nodes[idx];
@@ -87,6 +99,35 @@ impl Tree {
             _ => self.files += 1,
         }
         self.index(idx);
+    }
+
+    /// Gives `idx` the `seq` after `seq`, where it is.
+    fn raise(&mut self, idx: Idx, parent: Idx, seq: u64) {
+        let (named, before) = (self.nodes[idx].has(NAMED), self.nodes[idx].place());
+        let Some(dir) = self.nodes[parent].dir_mut() else { return };
+        let seq = dir.seq_after(seq);
+        if named {
+            dir.children.remove(&before);
+            dir.children.insert(seq % PLACE_END, idx);
+        }
+        self.nodes[idx].seq = seq;
+    }
+
+    /// Makes `idx` newer than the one that has been given its `seq`, and what has its name now, if that is another, newer
+    /// still. Returns those that were changed.
+    pub fn stay_newer(&mut self, idx: Idx) -> SmallVec<[Idx; 2]> {
+        let mut changed = SmallVec::new();
+        let Some(parent) = self.parent(idx) else { return changed };
+        self.raise(idx, parent, self.nodes[idx].seq);
+        changed.push(idx);
+        if let Some(named) = self.child(parent, &self.nodes[idx].name)
+            && named != idx
+            && self.nodes[named].rank() <= self.nodes[idx].rank()
+        {
+            self.raise(named, parent, self.nodes[idx].seq);
+            changed.push(named);
+        }
+        changed
     }
 
     /// Enters a node that already knows its parent and name into the table.
@@ -116,13 +157,13 @@ impl Tree {
             return;
         }
         node.set(NAMED, false);
-        let (parent, seq, kind) = (node.parent, node.seq, node.kind());
+        let (parent, place, kind) = (node.parent, node.place(), node.kind());
         let hash = hash_of(&self.hasher, parent, &node.name);
         if let Ok(entry) = self.names.find_entry(hash, |&other| other == idx) {
             entry.remove();
         }
         if let Some(dir) = self.nodes.get_mut(parent).and_then(Node::dir_mut) {
-            dir.children.remove(&seq);
+            dir.children.remove(&place);
             dir.subdirs -= u32::from(kind == Kind::Dir);
         }
         match kind {
@@ -237,7 +278,7 @@ impl Tree {
 
 #[cfg(test)]
 mod tests {
-    use super::super::node::{Detail, Dir};
+    use super::super::node::{Detail, Dir, SEQ_END};
     use super::*;
 
     fn tree() -> Tree {
@@ -286,6 +327,79 @@ mod tests {
         tree.unlink(a);
         tree.link(a, ROOT, b"a");
         assert!(tree.nodes[a].seq > first);
+    }
+
+    /// Takes the name of `old` for another.
+    fn replace(tree: &mut Tree, old: Idx) -> Idx {
+        let (seq, name) = (tree.nodes[old].seq, tree.nodes[old].name.clone());
+        let new = file(tree);
+        tree.unlink(old);
+        tree.link_after(new, ROOT, &name, Some(seq));
+        new
+    }
+
+    fn listed(tree: &Tree) -> Vec<Idx> {
+        tree.nodes[ROOT].dir().unwrap().children.values().copied().collect()
+    }
+
+    #[test]
+    fn what_replaces_another_has_its_place_and_is_newer() {
+        let mut tree = tree();
+        let [a, b] = [b"a", b"b"].map(|name| {
+            let idx = file(&mut tree);
+            tree.link(idx, ROOT, name);
+            idx
+        });
+        let (place, rank) = (tree.nodes[a].place(), tree.nodes[a].rank());
+        let second = replace(&mut tree, a);
+        let third = replace(&mut tree, second);
+        assert_eq!(listed(&tree), [third, b]);
+        assert_eq!([second, third].map(|idx| tree.nodes[idx].place()), [place; 2]);
+        assert!(rank < tree.nodes[second].rank() && tree.nodes[second].rank() < tree.nodes[third].rank());
+        // What has a new name, or comes back to one, does not count from there.
+        tree.unlink(third);
+        let c = file(&mut tree);
+        tree.link(c, ROOT, b"c");
+        tree.link(third, ROOT, b"a");
+        assert_eq!(listed(&tree), [b, c, third]);
+        assert_eq!([b, c, third].map(|idx| tree.nodes[idx].rank()), [(1, 0), (2, 0), (3, 0)]);
+    }
+
+    #[test]
+    fn a_place_that_has_seen_all_its_versions_is_left_for_a_new_one() {
+        let mut tree = tree();
+        let a = file(&mut tree);
+        tree.link(a, ROOT, b"a");
+        tree.nodes[a].seq = SEQ_END - PLACE_END;
+        let rank = tree.nodes[a].rank();
+        assert_eq!(rank, (0, 0xffff));
+        let next = replace(&mut tree, a);
+        assert_eq!(tree.nodes[next].rank(), (1, 0));
+        assert!(tree.nodes[next].rank() > rank);
+        assert_eq!(listed(&tree), [next]);
+        tree.unlink(next);
+        assert_eq!(listed(&tree), []);
+    }
+
+    #[test]
+    fn what_has_the_name_is_the_newest_of_it() {
+        for versions in [0, 0xfffe, 0xffff] {
+            let mut tree = tree();
+            let a = file(&mut tree);
+            tree.link(a, ROOT, b"a");
+            tree.nodes[a].seq = versions * PLACE_END;
+            let before = tree.nodes[a].rank();
+            assert_eq!(tree.stay_newer(a).as_slice(), [a]);
+            let old = tree.nodes[a].rank();
+            assert!(before < old);
+            let b = replace(&mut tree, a);
+            assert_eq!(tree.stay_newer(a).as_slice(), [a, b]);
+            assert!(old < tree.nodes[a].rank());
+            assert!(tree.nodes[a].rank() < tree.nodes[b].rank());
+            assert_eq!(listed(&tree), [b]);
+            tree.unlink(b);
+            assert_eq!(listed(&tree), []);
+        }
     }
 
     #[test]
