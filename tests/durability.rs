@@ -94,13 +94,19 @@ name = sys.argv[2]
 fd = os.open(name, os.O_WRONLY | os.O_TRUNC)
 write_all(fd, fill(2, 100_000))
 os.close(os.dup(fd))
-os.rename(name, name + '.new')
 if name == 'unlinked':
+    os.rename(name, name + '.new')
+    # What a rewrite that is open would replace keeps its name.
+    say(os.stat(name).st_size)
     os.unlink(name + '.new')
+    os.unlink(name)
     os.close(fd)
+else:
+    os.unlink(name)
 step('done')
 ";
     let mut unlinked = Client::with(&mount, script, &["unlinked"]);
+    assert_eq!(unlinked.hear(), "300000");
     unlinked.at("done");
     unlinked.go();
     unlinked.end();
