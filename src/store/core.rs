@@ -656,12 +656,10 @@ impl Core {
     fn is_backed(&self, idx: Idx) -> bool {
         let node = self.node(idx);
         let replaced = self.hot(idx).map_or(&[][..], |hot| hot.supersedes.as_slice());
-        replaced.iter().filter_map(|id| self.tree.nodes.by_id(*id)).any(|old| {
-            old.has(DURABLE)
-                && !old.has(super::node::LOST)
-                && (old.parent, old.parent_generation, &old.name)
-                    == (node.parent, node.parent_generation, &node.name)
-        })
+        replaced
+            .iter()
+            .filter_map(|id| self.tree.nodes.by_id(*id))
+            .any(|old| old.has(DURABLE) && !old.has(super::node::LOST) && old.is_called_like(node))
     }
 
     /// Whether a crash brings back what this version was made of by copy-on-write.

@@ -246,6 +246,11 @@ impl Node {
             Detail::Symlink(_) => Kind::Symlink,
         }
     }
+    /// Whether both have, or had last, one name in one directory.
+    pub fn is_called_like(&self, other: &Self) -> bool {
+        (self.parent, self.parent_generation, &self.name)
+            == (other.parent, other.parent_generation, &other.name)
+    }
     /// Key in the parent's list of children.
     pub fn place(&self) -> u64 {
         self.seq % PLACE_END

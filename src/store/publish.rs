@@ -424,12 +424,7 @@ impl Core {
     fn take_along(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx).filter(|hot| !hot.supersedes.is_empty()) else { return };
         let node = self.node(idx);
-        let is_here = |id: &NodeId| {
-            self.tree.nodes.by_id(*id).is_some_and(|old| {
-                (old.parent, old.parent_generation, &old.name)
-                    == (node.parent, node.parent_generation, &node.name)
-            })
-        };
+        let is_here = |id: &NodeId| self.tree.nodes.by_id(*id).is_some_and(|old| old.is_called_like(node));
         let (here, elsewhere): (Vec<NodeId>, Vec<NodeId>) = hot.supersedes.iter().partition(|id| is_here(id));
         if elsewhere.is_empty() {
             return;

@@ -10,7 +10,9 @@ use nix::errno::Errno;
 
 use super::machine::Machine;
 use super::model::{Attributes, Found, Mark, Maybe, Model, Thing, Version};
-use super::rig::{again, answer, barrier, caller, close, create, find, open, read_handle, split, write};
+use super::rig::{
+    again, answer, barrier, caller, close, create, find, open, read_handle, rename, split, write,
+};
 use super::rng::Rng;
 use crate::store::hot::BLOCK;
 use crate::store::{Handle, Store};
@@ -220,19 +222,13 @@ impl Client {
             let bytes = self.rng.bytes(len);
             write(&self.store, &handle, 0, &bytes)?;
             self.may(path, Self::version(bytes, &Attributes::new(), new_file(), false, false));
-            self.move_name(&build, path)?;
+            rename(&self.store, &build, path)?;
             close(&self.store, &handle);
         } else {
             self.fill(&build, &handle, Attributes::new())?;
             self.rename(&build, path)?;
         }
         Ok(())
-    }
-
-    fn move_name(&self, from: &str, to: &str) -> Done {
-        let ((dir, name), (new_dir, new_name)) = (split(from), split(to));
-        let (parent, new_parent) = (find(&self.store, dir)?, find(&self.store, new_dir)?);
-        self.store.rename(parent, name.as_bytes(), new_parent, new_name.as_bytes(), 0, &caller())
     }
 
     fn rename(&mut self, from: &str, to: &str) -> Done {
@@ -245,7 +241,7 @@ impl Client {
         }
         self.may(from, None);
         self.mark(Mark::Moved { from: from.to_owned(), to: to.to_owned() });
-        let result = self.move_name(from, to);
+        let result = rename(&self.store, from, to);
         if result.is_err() {
             // It was evicted.
             self.may(to, before);
@@ -494,7 +490,7 @@ impl Client {
             }
             self.may(path, None);
         }
-        self.move_name(from, to)
+        rename(&self.store, from, to)
     }
 
     /// A directory goes away, with all that is in it, and another comes in its place.

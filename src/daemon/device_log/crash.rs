@@ -15,7 +15,7 @@ use nix::errno::Errno;
 
 use super::machine::{Image, Machine};
 use super::model::Thing;
-use super::rig::{Rig, Setup, answer, barrier, caller, close, create, find, open, split, write};
+use super::rig::{Rig, Setup, answer, barrier, caller, close, create, find, open, rename, split, write};
 use super::rng::Rng;
 use super::{MIB, number};
 use crate::store::hot::BLOCK;
@@ -176,7 +176,7 @@ impl Client {
         write(&self.store, &handle, 0, &pages(number, &whole))?;
         close(&self.store, &handle);
         if aside {
-            self.move_name("aside", path)?;
+            rename(&self.store, "aside", path)?;
         }
         self.names.insert(path, File { number, whole, parts: Vec::new() });
         self.log.push(format!(
@@ -201,7 +201,7 @@ impl Client {
         match self.rng.below(4) {
             0 => {
                 let to = self.some_name();
-                self.move_name(self.privates[at].path, to)?;
+                rename(&self.store, self.privates[at].path, to)?;
                 self.log.push(format!("rename unfinished {} to {to}", self.privates[at].path));
                 self.privates[at].path = to;
             }
@@ -223,12 +223,6 @@ impl Client {
             }
         }
         Ok(())
-    }
-
-    fn move_name(&self, from: &str, to: &str) -> Done {
-        let ((dir, name), (new_dir, new_name)) = (split(from), split(to));
-        let (parent, new_parent) = (find(&self.store, dir)?, find(&self.store, new_dir)?);
-        self.store.rename(parent, name.as_bytes(), new_parent, new_name.as_bytes(), 0, &caller())
     }
 
     fn begin(&mut self) -> Done {
@@ -258,7 +252,7 @@ impl Client {
         let len = self.writers[at].content.len();
         let from = if self.rng.percent(50) { 0 } else { self.rng.below(len) };
         let to = (from + 1 + self.rng.below(90)).min(100);
-        let (file, synced, content) = {
+        let (file, synced) = {
             let writer = &mut self.writers[at];
             writer.content.resize(len.max(to), version);
             writer.content[from..to].fill(version);
@@ -267,9 +261,8 @@ impl Client {
                 writer.synced.push(writer.content.clone());
             }
             write(&self.store, &writer.handle, from * PAGE, &pages(writer.file, &vec![version; to - from]))?;
-            (writer.file, writer.synced.clone(), writer.content.clone())
+            (writer.file, writer.synced.clone())
         };
-        drop(content);
         if let Some(known) = self.file_mut(file) {
             known.parts.clone_from(&synced);
         }
@@ -287,7 +280,7 @@ impl Client {
             writer.synced.push(writer.content.clone());
         }
         let (file, synced) = (writer.file, writer.synced.clone());
-        if let Some(known) = self.names.values_mut().find(|known| known.number == file) {
+        if let Some(known) = self.file_mut(file) {
             known.parts = synced;
         }
         self.log.push(format!("fsync file {file}"));
@@ -320,7 +313,7 @@ impl Client {
         if from == to {
             return Ok(());
         }
-        self.move_name(from, to)?;
+        rename(&self.store, from, to)?;
         let file = self.names.remove(from).unwrap();
         self.log.push(format!("rename {from} to {to}: file {}", file.number));
         self.names.insert(to, file);

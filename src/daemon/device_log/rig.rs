@@ -171,6 +171,12 @@ pub fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('/').unwrap_or(("", path))
 }
 
+pub fn rename(store: &Arc<Store>, from: &str, to: &str) -> Result<(), Errno> {
+    let ((dir, name), (new_dir, new_name)) = (split(from), split(to));
+    let (parent, new_parent) = (find(store, dir)?, find(store, new_dir)?);
+    store.rename(parent, name.as_bytes(), new_parent, new_name.as_bytes(), 0, &caller())
+}
+
 /// Asks as the kernel does: what is stale is looked up again.
 pub fn again<T>(
     store: &Arc<Store>,
