@@ -7,6 +7,7 @@ mod common;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::num::NonZeroUsize;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -536,5 +537,36 @@ fn a_file_that_a_write_failed_to_is_not_published_unless_the_writer_makes_up_for
     drop(file);
     assert!(fs::read(mount.at("cut")).unwrap() == piece, "what failed is not wanted any more");
     mount.check_quiet();
+    nothing_is_left(&mount);
+}
+
+/// A file that fills the device until a write to it fails, and how far it came.
+fn fill_the_device(mount: &Mount, name: &str) -> (File, u64) {
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(mount.at(name)).unwrap();
+    let piece = bytes(3, MIB);
+    let mut at = 0;
+    while file.write_all_at(&piece, at).is_ok() {
+        at += MIB as u64;
+    }
+    (file, at)
+}
+
+/// S5: the size that it has is what did arrive.
+#[test]
+fn a_file_that_is_cut_to_the_size_it_has_lacks_nothing() {
+    let mount = if memory_only() {
+        Mount::with(Options::new(64, 0).arg("--slab-file-max").arg("48MiB"))
+    } else {
+        Mount::with(Options::new(64, 64).arg("--evict").arg("none"))
+    };
+    let (file, _) = fill_the_device(&mount, "f");
+    let arrived = file.metadata().unwrap().len();
+    assert!(file.sync_all().is_err(), "it lacks what failed");
+    file.set_len(arrived).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    assert_eq!(fs::metadata(mount.at("f")).unwrap().len(), arrived);
+    mount.check_quiet();
+    fs::remove_file(mount.at("f")).unwrap();
     nothing_is_left(&mount);
 }

@@ -97,6 +97,10 @@ impl Core {
         self.lengthen_record(idx, size)?;
         let old = self.node(idx).size;
         if size == old {
+            if let Some(private) = self.hot_mut(idx).private_mut() {
+                // To what did arrive: what did not is not missed any more.
+                private.supplied(size..u64::MAX);
+            }
             return Ok(());
         }
         self.one_at_a_time(idx)?;
