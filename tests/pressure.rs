@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use common::{Mount, Options, bytes, memory_only};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::fs::FallocateFlags;
 
 const MIB: usize = 1 << 20;
 const CLIENTS: usize = 64;
@@ -549,6 +550,71 @@ fn fill_the_device(mount: &Mount, name: &str) -> (File, u64) {
         at += MIB as u64;
     }
     (file, at)
+}
+
+/// The last block was stored anew, for which there was no room beside it, before what lay behind it was given back.
+#[test]
+fn a_file_that_fills_the_device_can_be_cut_anywhere() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 160).arg("--evict").arg("none"));
+    let piece = bytes(3, MIB);
+    for fsynced in [false, true] {
+        for cut in [5, MIB as u64 + 5, (20 << 20) + 4096, (60 << 20) + 7, u64::MAX] {
+            let (file, end) = fill_the_device(&mount, "f");
+            let cut = if cut == u64::MAX { end } else { cut };
+            if fsynced {
+                // All of it is in a record, and what is cut off is free only once that is written anew. The failed write has
+                // to be made up for, first.
+                file.set_len(end).unwrap();
+                file.sync_all().unwrap();
+            }
+            file.set_len(cut).unwrap_or_else(|error| panic!("cut to {cut}, fsynced {fsynced}: {error}"));
+            assert_eq!(file.metadata().unwrap().len(), cut);
+            file.sync_all().unwrap();
+            drop(file);
+            let read = fs::read(mount.at("f")).unwrap();
+            assert_eq!(read.len() as u64, cut);
+            assert!(read.chunks(MIB).all(|chunk| *chunk == piece[..chunk.len()]), "cut to {cut}");
+            fs::remove_file(mount.at("f")).unwrap();
+            mount.drain();
+            mount.check_quiet();
+        }
+    }
+    nothing_is_left(&mount);
+}
+
+/// What a file under construction has on a full device gives way to what takes its place.
+#[test]
+fn a_file_that_fills_the_device_can_be_written_again() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 160).arg("--evict").arg("none"));
+    let (file, end) = fill_the_device(&mount, "f");
+    file.set_len(end).unwrap();
+    let other = bytes(4, MIB);
+    let mut model: Vec<u8> = (0..end / MIB as u64).flat_map(|_| bytes(3, MIB)).collect();
+    // Whole blocks, parts of one, and the last bytes.
+    for (at, len) in [(MIB, MIB), ((9 << 20) + 100, 5000), (end as usize - 10, 10), ((5 << 20) + 7, MIB)] {
+        file.write_all_at(&other[..len], at as u64).unwrap_or_else(|error| panic!("{len} at {at}: {error}"));
+        model[at..at + len].copy_from_slice(&other[..len]);
+    }
+    let (from, len) = ((30 << 20) + 77, (2 << 20) + 5);
+    rustix::fs::fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, from, len).unwrap();
+    rustix::fs::fallocate(&file, FallocateFlags::ZERO_RANGE, from << 1, len).unwrap();
+    for from in [from, from << 1] {
+        model[from as usize..(from + len) as usize].fill(0);
+    }
+    file.set_len(end - 1).unwrap();
+    model.pop();
+    file.sync_all().unwrap();
+    drop(file);
+    assert_same(&fs::read(mount.at("f")).unwrap(), &model, "what was written again");
+    mount.check_quiet();
+    fs::remove_file(mount.at("f")).unwrap();
+    nothing_is_left(&mount);
 }
 
 /// S5: the size that it has is what did arrive.

@@ -89,6 +89,54 @@ impl Core {
         self.changed(idx);
     }
 
+    /// Gets the credit and the room for the last block of a file that is cut from what is cut off behind it, if that is
+    /// enough, and takes that away. Whether it did: then nothing is missing for the rest of the truncation.
+    ///
+    /// All this happens in one step, so nobody sees the file with only its whole blocks cut off. What can still keep it from
+    /// being cut does so before: the last block cannot be read (EIO), or it is all that is cut, a record names the place
+    /// where it is, and there is no room for it beside that (ENOSPC). The file is as it was then.
+    fn take_from_cut(&mut self, idx: Idx, tail: usize, len: usize) -> bool {
+        let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
+        let hot = self.hot_mut(idx);
+        let block = &hot.blocks[tail];
+        let resident = block.resident() && hot.span(tail).is_some_and(|span| span.len() >= len);
+        let ready = resident && !block.fixed && !block.bad;
+        if !ready || self.settings.memory_only {
+            return false;
+        }
+        let hot = self.hot_mut(idx);
+        let (charge, reserved) = (hot.blocks[tail].charge, hot.blocks[tail].reserved);
+        let (mut charged, mut freed, mut left) = (0, 0, 0);
+        for block in &hot.blocks[tail + 1..] {
+            charged += u64::from(block.charge);
+            freed += u64::from(block.reserved);
+            left += super::core::pages_of(&block.place);
+        }
+        let pages = (len as u32).div_ceil(4096).max(charge);
+        let (more, room) = (u64::from(pages - charge), u64::from(pages.saturating_sub(reserved)));
+        if self.dirty_pages - charged + more > self.settings.dirty_limit_pages
+            || self.space.on(device).free() + freed + left < room
+        {
+            return false;
+        }
+        self.cut(idx, tail as u64 * BLOCK + len as u64);
+        let space = self.space.on(device);
+        let short = room.saturating_sub(space.free());
+        if durable && short > 0 {
+            // It is free after the next commit, for which the block waits.
+            space.stale -= short;
+            space.leaving += short;
+            self.queue.lent.push((device, short));
+        }
+        self.space.take(device, room);
+        self.dirty_pages += more;
+        self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
+        let block = &mut self.hot_mut(idx).blocks[tail];
+        block.charge = pages;
+        block.reserved = block.reserved.max(pages);
+        true
+    }
+
     pub fn truncate(&mut self, id: NodeId, size: u64) -> Result<(), Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
         if size > self.size_max() {
@@ -113,7 +161,13 @@ impl Core {
             let tail = (size / BLOCK) as usize;
             if !size.is_multiple_of(BLOCK) && !self.is_hole(idx, tail) {
                 let len = block_len(size, tail);
-                self.take_block(idx, tail, len, true)?;
+                if let Err(stop) = self.take_block(idx, tail, len, true)
+                    && !self.take_from_cut(idx, tail, len)
+                {
+                    // What is on its way gives its room back when it has come.
+                    let coming = stop == Stop::Fail(Errno::ENOSPC) && self.hot_mut(idx).transfers > 0;
+                    return Err(if coming { Stop::Room } else { stop });
+                }
                 let hot = self.hot_mut(idx);
                 if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
                     chunk.span().zero(len..chunk.len());
