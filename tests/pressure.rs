@@ -16,6 +16,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use common::{Mount, Options, bytes, memory_only};
+use nix::libc;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::fs::FallocateFlags;
 
@@ -635,4 +636,42 @@ fn a_file_that_is_cut_to_the_size_it_has_lacks_nothing() {
     mount.check_quiet();
     fs::remove_file(mount.at("f")).unwrap();
     nothing_is_left(&mount);
+}
+
+/// It was zeroed, and the file grown, as far as there was room.
+#[test]
+fn a_range_that_cannot_be_zeroed_stays_as_it_is() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options { stripes: Some(1), ..Options::new(64, 64) }.arg("--evict").arg("none"));
+    let rest = File::create(mount.at("rest")).unwrap();
+    rest.write_all_at(&bytes(5, 2 * MIB), 0).unwrap();
+    let (file, end) = fill_the_device(&mount, "f");
+    file.set_len(end).unwrap();
+    file.sync_all().unwrap();
+    // All of it is in a record now, and the other takes what is left.
+    let mut at = 2 * MIB as u64;
+    while rest.write_all_at(&[1; 4096], at).is_ok() {
+        at += 4096;
+    }
+    let content: Vec<u8> = (0..end / MIB as u64).flat_map(|_| bytes(3, MIB)).collect();
+    let (none, keep) = (FallocateFlags::empty(), FallocateFlags::KEEP_SIZE);
+    for (flags, from, len) in [
+        (FallocateFlags::PUNCH_HOLE | keep, 5, 2 * MIB as u64),
+        (FallocateFlags::ZERO_RANGE, (7 << 20) + 1, 100),
+        (FallocateFlags::ZERO_RANGE, end - 10, 100_000),
+        (none, 0, 1 << 30),
+    ] {
+        let error = rustix::fs::fallocate(&file, flags, from, len).unwrap_err();
+        assert_eq!(error.raw_os_error(), libc::ENOSPC, "{flags:?} {from}");
+        assert_eq!(file.metadata().unwrap().len(), end, "{flags:?} {from}");
+        let mut read = vec![0; content.len()];
+        file.read_exact_at(&mut read, 0).unwrap();
+        assert_same(&read, &content, "what could not be zeroed");
+    }
+    // There is room for this one.
+    rustix::fs::fallocate(&file, FallocateFlags::PUNCH_HOLE | keep, 1 << 20, 1 << 20).unwrap();
+    drop((file, rest));
+    mount.check_quiet();
 }

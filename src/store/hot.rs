@@ -99,6 +99,11 @@ impl Block {
         !self.mem.is_none() && !self.is_loading()
     }
 
+    /// Whether it has neither bytes nor anything that was got for some.
+    pub fn is_nothing(&self) -> bool {
+        self.mem.is_none() && self.place.is_empty() && self.charge == 0 && self.reserved == 0 && !self.bad
+    }
+
     /// Whether its bytes are on their way from L2.
     pub fn is_loading(&self) -> bool {
         matches!(self.io, BlockIo::Reading(_))

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use nix::errno::Errno;
+use smallvec::SmallVec;
 
 use super::again::{Expected, Intent};
 use super::attr::{self, Attr};
@@ -11,6 +12,25 @@ use super::core::{Core, now};
 use super::hot::{BLOCK, Block, Mem, Phase, Place, block_len};
 use super::node::{DURABLE, Idx, Kind, LOST, MOVED, NAMED, NodeId, SLOT};
 use super::process::Caller;
+
+/// Whole blocks of zeros that are made while the lock is held.
+const ZEROED_A_PASS: usize = 16;
+
+/// A range that shall read as zeros.
+#[derive(Clone, Copy, Debug)]
+pub struct Zero {
+    pub offset: u64,
+    pub end: u64,
+    /// The file does not get longer by it.
+    pub keep_size: bool,
+}
+
+impl Zero {
+    /// The first, and the one behind the last.
+    fn whole_blocks(&self) -> (usize, usize) {
+        (self.offset.div_ceil(BLOCK) as usize, (self.end / BLOCK) as usize)
+    }
+}
 
 impl Core {
     /// Files beyond the limit are slot files: resident by range, never passthrough. One that was private and is
@@ -186,29 +206,96 @@ impl Core {
         Ok(())
     }
 
-    /// Makes whole blocks of the range holes again. The edges are written with zeros by the caller.
-    pub fn punch(&mut self, id: NodeId, offset: u64, end: u64) -> Result<(), Stop> {
+    /// Has a range read as zeros. `begun` says how far that has come: first, in one step, comes all that can fail and all
+    /// that is not in whole blocks; then these become holes, a few at a time. So what is refused has changed nothing.
+    pub fn zero(&mut self, id: NodeId, range: &Zero, begun: &mut bool, queued: bool) -> Result<(), Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        if !*begun {
+            self.begin_to_zero(idx, range, queued)?;
+            *begun = true;
+        }
         self.one_at_a_time(idx)?;
-        self.unseal(idx)?;
-        self.copy_base(idx, u64::MAX)?;
         let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
         let hot = self.hot_mut(idx);
-        let (first, last) = (offset.div_ceil(BLOCK) as usize, (end / BLOCK) as usize);
+        let (first, last) = range.whole_blocks();
         let last = last.min(hot.blocks.len());
-        if first >= last || hot.slab.is_some() {
-            return Ok(());
-        }
+        let first = first.min(last);
         if hot.blocks[first..last].iter().any(Block::is_loading) {
             return Err(Stop::Load);
         }
+        let left: Vec<usize> = (first..last).filter(|&index| !hot.blocks[index].is_nothing()).collect();
         let mut gone = Vec::new();
-        for block in &mut hot.blocks[first..last] {
-            gone.push(std::mem::take(block));
+        for &index in left.iter().take(ZEROED_A_PASS) {
+            if let Some(slab) = &hot.slab {
+                // What is nowhere is read from the slab once the file is sealed.
+                let start = index as u64 * BLOCK;
+                let end = (start + BLOCK).min(slab.capacity_bytes()).min(hot.valid_to);
+                if start < end {
+                    slab.span(start as usize..end as usize).zero(0..(end - start) as usize);
+                }
+            }
+            gone.push(std::mem::take(&mut hot.blocks[index]));
         }
+        hot.crc_to = usize::MAX;
         for block in gone {
             self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
+        }
+        if left.len() > ZEROED_A_PASS {
+            return Err(Stop::Again);
+        }
+        self.wakes.admission |= !self.waiters.is_empty();
+        self.wake_if_unwritten(idx);
+        self.close_if_done(idx);
+        Ok(())
+    }
+
+    fn begin_to_zero(&mut self, idx: Idx, range: &Zero, queued: bool) -> Result<(), Stop> {
+        let Zero { offset, end, keep_size } = *range;
+        let size = self.node(idx).size;
+        let grows = end > size && !keep_size;
+        if grows && end > self.size_max() {
+            return Err(Stop::Fail(if self.settings.memory_only { self.no_space() } else { Errno::EFBIG }));
+        }
+        if self.poisoned {
+            return Err(Stop::Fail(Errno::EIO));
+        }
+        self.wait_in_turn(queued)?;
+        self.one_at_a_time(idx)?;
+        self.unseal(idx)?;
+        self.copy_base(idx, u64::MAX)?;
+        let (first, last) = range.whole_blocks();
+        let within = end.min(size);
+        let mut edges: SmallVec<[usize; 2]> = SmallVec::new();
+        if offset < within {
+            edges.extend([(offset / BLOCK) as usize, ((within - 1) / BLOCK) as usize]);
+        }
+        edges.dedup();
+        edges.retain(|index| !(first..last).contains(index) && !self.is_hole(idx, *index));
+        for &index in &edges {
+            self.take_block(idx, index, block_len(size, index), true)?;
+        }
+        if grows {
+            self.truncate(self.id(idx), end)?;
+        } else {
+            let node = self.node_mut(idx);
+            node.mtime = now();
+            node.ctime = node.mtime;
+            self.changed(idx);
+        }
+        let hot = self.hot_mut(idx);
+        for &index in &edges {
+            let start = index as u64 * BLOCK;
+            let (from, to) = (offset.max(start) - start, within.min(start + BLOCK) - start);
+            if let Some(span) = hot.span(index) {
+                span.zero(from as usize..(to as usize).min(span.len()));
+            }
+            hot.rewritten(index..=index);
+        }
+        hot.crc_to = usize::MAX;
+        if let Some(private) = hot.private_mut() {
+            private.flushed = false;
+            private.supplied(offset..if grows { end } else { within.max(offset) });
         }
         Ok(())
     }
