@@ -302,6 +302,8 @@ pub struct Hot {
     /// The inode number that lookups answer, where it is not the node's own.
     pub alias: Option<u64>,
     pub alias_made: Option<Instant>,
+    /// All its further inode numbers that the kernel may know, that one among them.
+    pub aliases: SmallVec<[u64; 1]>,
     /// Storing it on the device failed; the next fsync says so.
     pub failed: bool,
     /// Dropped from L1 without ever having been read since promotion counts as waste.
@@ -378,6 +380,7 @@ impl Hot {
             crc: 0,
             alias: None,
             alias_made: None,
+            aliases: SmallVec::new(),
             failed: false,
             promoted_unread: false,
         }

@@ -338,6 +338,7 @@ impl Core {
             if *more != attr::Change::default() {
                 self.set_attributes(idx, more);
             }
+            self.attributes_change(idx, ino);
             Ok(Attr { ino, ttl: Duration::ZERO, ..self.attr(idx) })
         });
         if by_path && matches!(result, Ok(_) | Err(Stop::Fail(_))) {
