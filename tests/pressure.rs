@@ -675,3 +675,39 @@ fn a_range_that_cannot_be_zeroed_stays_as_it_is() {
     drop((file, rest));
     mount.check_quiet();
 }
+
+/// What a write had got before it was refused stayed taken when its file was closed, for good.
+#[test]
+fn what_a_refused_write_had_got_is_given_back() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 64).arg("--evict").arg("none"));
+    // So that no other file comes to the size of the device, which is refused at once.
+    fs::write(mount.at("other"), bytes(1, 2 * MIB)).unwrap();
+    mount.drain();
+    let used = mount.stat("l2_used_bytes");
+    // The last write finds room for some of its blocks, in one of these rounds at least.
+    for round in 0..4 {
+        for shared in [true, false] {
+            let path = mount.at("f");
+            let mut file = OpenOptions::new().write(true).create(true).truncate(!shared).open(&path).unwrap();
+            let mut at = round * (256 << 10);
+            file.write_all(&bytes(2, at)).unwrap();
+            while file.write_all_at(&bytes(3, MIB), at as u64).is_ok() {
+                at += MIB;
+            }
+            if !shared {
+                file.set_len(at as u64).unwrap();
+            }
+            drop(file);
+            assert_eq!(fs::metadata(&path).unwrap().len(), at as u64);
+            fs::remove_file(path).unwrap();
+            mount.drain();
+            mount.wait_for("l2_used_bytes", |value| value == used);
+        }
+    }
+    mount.check_quiet();
+    fs::remove_file(mount.at("other")).unwrap();
+    nothing_is_left(&mount);
+}
