@@ -4,13 +4,14 @@
 mod common;
 
 use std::fmt::Debug;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{FileExt, MetadataExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
-use common::{Mount, Options, bytes, memory_only};
+use common::run::wait_until;
+use common::{Mode, Mount, Options, bytes, memory_only, mode};
 use nix::libc;
 use rustix::fs::XattrFlags;
 
@@ -325,4 +326,66 @@ fn the_checksum_is_that_of_the_bytes() {
     let open = File::options().append(true).open(mount.at("1")).unwrap();
     (&open).write_all(b"more").unwrap();
     assert_eq!(errno(get(&mount.at("1"), "user.kv.crc32c")), libc::ENODATA);
+}
+
+/// A file that came into L1 while somebody reads it through the daemon has a second inode number. What was changed by the
+/// one, the kernel did not see by the other for as long as it may believe what it knows.
+#[test]
+fn attributes_are_those_of_the_file_by_each_of_its_inode_numbers() {
+    if mode() == Mode::Daemon {
+        return;
+    }
+    let mount = Mount::new();
+    let dir = mount.at("shared");
+    fs::create_dir(&dir).unwrap();
+    set(&dir, "user.kv.publish", b"posix").unwrap();
+    let path = dir.join("f");
+    let mut writer = File::create(&path).unwrap();
+    writer.write_all(&bytes(1, 3_303_142)).unwrap();
+    let first = File::open(&path).unwrap();
+    drop(writer);
+    let number = || fs::metadata(&path).unwrap().ino();
+    // The kernel may forget it again between its two lookups; the next one is made a second later.
+    wait_until("an open of the file in L1 gets another number", || {
+        drop(File::open(&path).unwrap());
+        first.metadata().unwrap().ino() != number()
+    });
+    // What the kernel knows by both numbers, it may believe for a minute.
+    let both = || (first.metadata().unwrap(), fs::metadata(&path).unwrap());
+    let same = |what: &str, is: &dyn Fn(&fs::Metadata) -> bool| {
+        let asked = Instant::now();
+        wait_until(what, || {
+            let (by_first, by_path) = both();
+            is(&by_first) && is(&by_path)
+        });
+        assert!(asked.elapsed() < Duration::from_secs(30), "{what}: only once the kernel asked by itself");
+        assert_ne!(first.metadata().unwrap().ino(), number(), "{what}: one number is left");
+    };
+    both();
+    fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+    same("chmod by the second", &|seen| seen.mode() & 0o777 == 0o600);
+    first.set_permissions(Permissions::from_mode(0o640)).unwrap();
+    same("chmod by the first", &|seen| seen.mode() & 0o777 == 0o640);
+    let touched = SystemTime::UNIX_EPOCH + Duration::from_secs(1);
+    let times = fs::FileTimes::new().set_modified(touched);
+    first.set_times(times).unwrap();
+    same("times by the first", &|seen| seen.mtime() == 1);
+    let before = both().0.ctime_nsec();
+    set(&path, "user.q", b"1").unwrap();
+    same("an attribute by the second", &|seen| seen.ctime_nsec() != before);
+    let before = both().0.ctime_nsec();
+    rustix::fs::removexattr(&path, "user.q").unwrap();
+    same("an attribute less by the second", &|seen| seen.ctime_nsec() != before);
+    // Nobody reads it by passthrough: it is changed where it is.
+    nix::unistd::truncate(&path, 1_048_577).unwrap();
+    same("a truncation by the second", &|seen| seen.len() == 1_048_577);
+    let mut writer = OpenOptions::new().append(true).open(&path).unwrap();
+    writer.write_all(b"more").unwrap();
+    drop(writer);
+    same("a write by the second", &|seen| seen.len() == 1_048_581);
+    fs::rename(&path, dir.join("g")).unwrap();
+    fs::remove_file(dir.join("g")).unwrap();
+    wait_until("its end by the second", || first.metadata().unwrap().nlink() == 0);
+    drop(first);
+    mount.check_quiet();
 }

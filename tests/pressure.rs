@@ -16,7 +16,9 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use common::{Mount, Options, bytes, memory_only};
+use nix::libc;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::fs::FallocateFlags;
 
 const MIB: usize = 1 << 20;
 const CLIENTS: usize = 64;
@@ -551,6 +553,71 @@ fn fill_the_device(mount: &Mount, name: &str) -> (File, u64) {
     (file, at)
 }
 
+/// The last block was stored anew, for which there was no room beside it, before what lay behind it was given back.
+#[test]
+fn a_file_that_fills_the_device_can_be_cut_anywhere() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 160).arg("--evict").arg("none"));
+    let piece = bytes(3, MIB);
+    for fsynced in [false, true] {
+        for cut in [5, MIB as u64 + 5, (20 << 20) + 4096, (60 << 20) + 7, u64::MAX] {
+            let (file, end) = fill_the_device(&mount, "f");
+            let cut = if cut == u64::MAX { end } else { cut };
+            if fsynced {
+                // All of it is in a record, and what is cut off is free only once that is written anew. The failed write has
+                // to be made up for, first.
+                file.set_len(end).unwrap();
+                file.sync_all().unwrap();
+            }
+            file.set_len(cut).unwrap_or_else(|error| panic!("cut to {cut}, fsynced {fsynced}: {error}"));
+            assert_eq!(file.metadata().unwrap().len(), cut);
+            file.sync_all().unwrap();
+            drop(file);
+            let read = fs::read(mount.at("f")).unwrap();
+            assert_eq!(read.len() as u64, cut);
+            assert!(read.chunks(MIB).all(|chunk| *chunk == piece[..chunk.len()]), "cut to {cut}");
+            fs::remove_file(mount.at("f")).unwrap();
+            mount.drain();
+            mount.check_quiet();
+        }
+    }
+    nothing_is_left(&mount);
+}
+
+/// What a file under construction has on a full device gives way to what takes its place.
+#[test]
+fn a_file_that_fills_the_device_can_be_written_again() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 160).arg("--evict").arg("none"));
+    let (file, end) = fill_the_device(&mount, "f");
+    file.set_len(end).unwrap();
+    let other = bytes(4, MIB);
+    let mut model: Vec<u8> = (0..end / MIB as u64).flat_map(|_| bytes(3, MIB)).collect();
+    // Whole blocks, parts of one, and the last bytes.
+    for (at, len) in [(MIB, MIB), ((9 << 20) + 100, 5000), (end as usize - 10, 10), ((5 << 20) + 7, MIB)] {
+        file.write_all_at(&other[..len], at as u64).unwrap_or_else(|error| panic!("{len} at {at}: {error}"));
+        model[at..at + len].copy_from_slice(&other[..len]);
+    }
+    let (from, len) = ((30 << 20) + 77, (2 << 20) + 5);
+    rustix::fs::fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, from, len).unwrap();
+    rustix::fs::fallocate(&file, FallocateFlags::ZERO_RANGE, from << 1, len).unwrap();
+    for from in [from, from << 1] {
+        model[from as usize..(from + len) as usize].fill(0);
+    }
+    file.set_len(end - 1).unwrap();
+    model.pop();
+    file.sync_all().unwrap();
+    drop(file);
+    assert_same(&fs::read(mount.at("f")).unwrap(), &model, "what was written again");
+    mount.check_quiet();
+    fs::remove_file(mount.at("f")).unwrap();
+    nothing_is_left(&mount);
+}
+
 /// S5: the size that it has is what did arrive.
 #[test]
 fn a_file_that_is_cut_to_the_size_it_has_lacks_nothing() {
@@ -568,5 +635,79 @@ fn a_file_that_is_cut_to_the_size_it_has_lacks_nothing() {
     assert_eq!(fs::metadata(mount.at("f")).unwrap().len(), arrived);
     mount.check_quiet();
     fs::remove_file(mount.at("f")).unwrap();
+    nothing_is_left(&mount);
+}
+
+/// It was zeroed, and the file grown, as far as there was room.
+#[test]
+fn a_range_that_cannot_be_zeroed_stays_as_it_is() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options { stripes: Some(1), ..Options::new(64, 64) }.arg("--evict").arg("none"));
+    let rest = File::create(mount.at("rest")).unwrap();
+    rest.write_all_at(&bytes(5, 2 * MIB), 0).unwrap();
+    let (file, end) = fill_the_device(&mount, "f");
+    file.set_len(end).unwrap();
+    file.sync_all().unwrap();
+    // All of it is in a record now, and the other takes what is left.
+    let mut at = 2 * MIB as u64;
+    while rest.write_all_at(&[1; 4096], at).is_ok() {
+        at += 4096;
+    }
+    let content: Vec<u8> = (0..end / MIB as u64).flat_map(|_| bytes(3, MIB)).collect();
+    let (none, keep) = (FallocateFlags::empty(), FallocateFlags::KEEP_SIZE);
+    for (flags, from, len) in [
+        (FallocateFlags::PUNCH_HOLE | keep, 5, 2 * MIB as u64),
+        (FallocateFlags::ZERO_RANGE, (7 << 20) + 1, 100),
+        (FallocateFlags::ZERO_RANGE, end - 10, 100_000),
+        (none, 0, 1 << 30),
+    ] {
+        let error = rustix::fs::fallocate(&file, flags, from, len).unwrap_err();
+        assert_eq!(error.raw_os_error(), libc::ENOSPC, "{flags:?} {from}");
+        assert_eq!(file.metadata().unwrap().len(), end, "{flags:?} {from}");
+        let mut read = vec![0; content.len()];
+        file.read_exact_at(&mut read, 0).unwrap();
+        assert_same(&read, &content, "what could not be zeroed");
+    }
+    // There is room for this one.
+    rustix::fs::fallocate(&file, FallocateFlags::PUNCH_HOLE | keep, 1 << 20, 1 << 20).unwrap();
+    drop((file, rest));
+    mount.check_quiet();
+}
+
+/// What a write had got before it was refused stayed taken when its file was closed, for good.
+#[test]
+fn what_a_refused_write_had_got_is_given_back() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::with(Options::new(64, 64).arg("--evict").arg("none"));
+    // So that no other file comes to the size of the device, which is refused at once.
+    fs::write(mount.at("other"), bytes(1, 2 * MIB)).unwrap();
+    mount.drain();
+    let used = mount.stat("l2_used_bytes");
+    // The last write finds room for some of its blocks, in one of these rounds at least.
+    for round in 0..4 {
+        for shared in [true, false] {
+            let path = mount.at("f");
+            let mut file = OpenOptions::new().write(true).create(true).truncate(!shared).open(&path).unwrap();
+            let mut at = round * (256 << 10);
+            file.write_all(&bytes(2, at)).unwrap();
+            while file.write_all_at(&bytes(3, MIB), at as u64).is_ok() {
+                at += MIB;
+            }
+            if !shared {
+                file.set_len(at as u64).unwrap();
+            }
+            drop(file);
+            assert_eq!(fs::metadata(&path).unwrap().len(), at as u64);
+            fs::remove_file(path).unwrap();
+            mount.drain();
+            mount.wait_for("l2_used_bytes", |value| value == used);
+        }
+    }
+    mount.check_quiet();
+    fs::remove_file(mount.at("other")).unwrap();
     nothing_is_left(&mount);
 }

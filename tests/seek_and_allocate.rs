@@ -113,6 +113,32 @@ fn allocating_keeps_to_its_modes() {
     mount.check_quiet();
 }
 
+/// A range that could never be had was written with zeros, and others left for it, until there was no more room.
+#[test]
+fn what_can_never_be_allocated_changes_nothing() {
+    let mount = Mount::with(Options::new(64, if memory_only() { 0 } else { 160 }));
+    fs::write(mount.at("other"), bytes(1, 1 << 20)).unwrap();
+    let file = read_write(&mount, "f");
+    file.write_all_at(b"12345", 0).unwrap();
+    let before = file.metadata().unwrap();
+    for from in [0, 3, 40 << 20, 300 << 20] {
+        let refused = rustix::fs::fallocate(&file, FallocateFlags::ZERO_RANGE, from, 300 << 20);
+        assert_eq!(errno(refused), if memory_only() { libc::ENOSPC } else { libc::EFBIG });
+        let after = file.metadata().unwrap();
+        assert_eq!((after.len(), after.blocks()), (5, before.blocks()), "from {from}");
+        assert_eq!(fs::read(mount.at("f")).unwrap(), b"12345");
+    }
+    assert!(fs::read(mount.at("other")).unwrap() == bytes(1, 1 << 20), "somebody left for it");
+    // What is beyond the last block is a hole, which takes nothing.
+    rustix::fs::fallocate(&file, FallocateFlags::ZERO_RANGE, 3, 50 << 20).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), (50 << 20) + 3);
+    assert!(file.metadata().unwrap().blocks() * 512 <= BLOCK);
+    drop(file);
+    let read = fs::read(mount.at("f")).unwrap();
+    assert!(read.starts_with(b"123\0\0") && read[3..].iter().all(|&byte| byte == 0));
+    mount.check_quiet();
+}
+
 #[test]
 fn data_and_holes_are_found() {
     let mut mount = sparse_mount();

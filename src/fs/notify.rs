@@ -1,4 +1,4 @@
-//! Telling the kernel that a name is not what it was.
+//! Telling the kernel that a name, or what it knows of a file's attributes, is not what it was.
 //!
 //! The kernel takes directory locks while it handles a notification, and a request that holds such a lock may be
 //! waiting for us. So notifications go from a thread of their own, which holds no lock and which nobody waits for.
@@ -14,9 +14,9 @@ use parking_lot::Mutex;
 use crate::shown;
 use crate::store::Notify;
 
-struct Stale {
-    parent: u64,
-    name: Box<[u8]>,
+enum Stale {
+    Name { parent: u64, name: Box<[u8]> },
+    Attributes { ino: u64 },
 }
 
 /// The sending end: cheap, and never waits.
@@ -44,20 +44,40 @@ impl Invalidator {
     }
 }
 
-impl Notify for Invalidator {
-    fn invalidate(&self, parent: u64, name: &[u8]) {
+impl Invalidator {
+    fn send(&self, stale: Stale) {
         if let Some(sender) = &*self.sender.lock() {
             // A failed send means that the mount is going away.
-            let _ = sender.send(Stale { parent, name: name.into() });
+            let _ = sender.send(stale);
         }
     }
 }
 
+impl Notify for Invalidator {
+    fn invalidate(&self, parent: u64, name: &[u8]) {
+        self.send(Stale::Name { parent, name: name.into() });
+    }
+
+    fn forget_attributes(&self, ino: u64) {
+        self.send(Stale::Attributes { ino });
+    }
+}
+
 fn run(notifier: &Notifier, receiver: &Receiver<Stale>) {
-    while let Ok(Stale { parent, name }) = receiver.recv() {
-        if let Err(error) = notifier.inval_entry(INodeNo(parent), OsStr::from_bytes(&name)) {
-            // ENODEV and EBADF: unmounted. Opens check for themselves, so the kernel's view ends with its timeout.
-            log::debug!("invalidating {}: {error}", shown::name(&name));
+    while let Ok(stale) = receiver.recv() {
+        match stale {
+            Stale::Name { parent, name } => {
+                if let Err(error) = notifier.inval_entry(INodeNo(parent), OsStr::from_bytes(&name)) {
+                    // ENODEV and EBADF: unmounted. Opens check for themselves, so the kernel's view ends with its timeout.
+                    log::debug!("invalidating {}: {error}", shown::name(&name));
+                }
+            }
+            Stale::Attributes { ino } => {
+                // A negative offset leaves the pages alone. ENOENT: the kernel does not know that number.
+                if let Err(error) = notifier.inval_inode(INodeNo(ino), -1, 0) {
+                    log::debug!("invalidating the attributes of {ino:x}: {error}");
+                }
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use nix::errno::Errno;
 
 use super::core::{Core, now};
 use super::hot::{BLOCK, block_len};
-use super::node::{COMMITTED, Detail, Idx, Kind, NAMED, Node};
+use super::node::{COMMITTED, Detail, Idx, Kind, NAMED, NO_INO, Node};
 use super::{Store, TTL};
 
 /// What stat(2) says.
@@ -240,6 +240,7 @@ impl Core {
         let kept = without_set_id(mode);
         if kept != mode {
             self.node_mut(idx).mode = kept;
+            self.attributes_change(idx, NO_INO);
             self.changed(idx);
         }
     }
@@ -307,6 +308,7 @@ impl Store {
         self.with(|core| {
             let idx = core.resolve(ino)?;
             core.set_attributes(idx, &change);
+            core.attributes_change(idx, ino);
             Ok(Attr { ino, ..core.attr(idx) })
         })
     }
@@ -391,6 +393,7 @@ impl Store {
                 dir.posix = value == b"posix";
             }
             core.recount(idx);
+            core.attributes_change(idx, ino);
             core.changed(idx);
             Ok(())
         })
@@ -411,6 +414,7 @@ impl Store {
                 dir.posix = false;
             }
             core.recount(idx);
+            core.attributes_change(idx, ino);
             core.changed(idx);
             Ok(())
         })

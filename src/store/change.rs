@@ -22,6 +22,7 @@ use super::hot::{BLOCK, BLOCK_PAGES, Hot, Mem, block_len};
 use super::node::{Idx, NodeId};
 use super::open::Handle;
 use super::process::Caller;
+use super::truncate::Zero;
 use super::{AttrReply, Store, UnitReply, WriteReply};
 use crate::memory::Span;
 
@@ -52,9 +53,9 @@ pub enum Change {
         reply: AttrReply,
     },
     Zero {
-        offset: u64,
-        len: u64,
-        keep_size: bool,
+        range: Zero,
+        /// All that can fail has been done.
+        begun: bool,
         reply: UnitReply,
     },
     Extend {
@@ -94,8 +95,6 @@ struct Copy {
 
 /// Blocks that are copied while the lock is held.
 pub const BLOCKS_A_PASS: usize = 4;
-/// Number of zero bytes that one pass of fallocate's zeroing writes.
-const ZERO_PASS: u64 = 1 << 20;
 
 impl Core {
     /// Largest file: what the lower tier can hold, of which a file is on one device.
@@ -106,12 +105,16 @@ impl Core {
         self.settings.device_pages.iter().max().map_or(0, |pages| pages * 4096)
     }
 
+    /// Who comes anew queues behind those who wait for room (rule R7).
+    pub fn wait_in_turn(&self, queued: bool) -> Result<(), Stop> {
+        let behind = self.admitting || self.waiters.iter().any(|waiter| !waiter.loading);
+        if behind && !queued { Err(Stop::Room) } else { Ok(()) }
+    }
+
     /// Plans a write. On success the file is pinned until [`Core::note_write`].
     fn plan_write(&mut self, id: NodeId, offset: u64, len: usize, queued: bool) -> Result<Copy, Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
-        if !queued && (self.admitting || self.waiters.iter().any(|waiter| !waiter.loading)) {
-            return Err(Stop::Room);
-        }
+        self.wait_in_turn(queued)?;
         if self.poisoned {
             return Err(Stop::Fail(Errno::EIO));
         }
@@ -377,7 +380,8 @@ impl Store {
         let Some(end) = offset.checked_add(len) else { return reply(Err(Errno::EFBIG)) };
         let keep_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
         if zero {
-            return self.change(handle.id, Change::Zero { offset, len, keep_size, reply });
+            let range = Zero { offset, end, keep_size };
+            return self.change(handle.id, Change::Zero { range, begun: false, reply });
         }
         // Room is set aside when bytes are written (every block is new on the device then), so all that
         // fallocate has to do is to grow the file, and to say now if it can never fit.
@@ -394,49 +398,6 @@ impl Store {
             return reply(Ok(()));
         }
         self.change(handle.id, Change::Extend { size: end, reply });
-    }
-
-    /// Zeros a range, a pass at a time. If it has to wait, `offset` and `len` tell what is left.
-    fn try_zero(
-        self: &Arc<Self>,
-        id: NodeId,
-        offset: &mut u64,
-        len: &mut u64,
-        keep_size: bool,
-        queued: bool,
-    ) -> Tried<()> {
-        let mut end = *offset + *len;
-        if keep_size {
-            let core = self.lock();
-            end = end.min(core.by_id(id).map_or(0, |idx| core.node(idx).size));
-        }
-        match self.tried(|core| core.punch(id, *offset, end)) {
-            Tried::Done(Ok(())) => {}
-            other => return other,
-        }
-        let zeros = vec![0; ZERO_PASS.min((*len).max(1)) as usize];
-        while *offset < end {
-            let at = *offset;
-            let stop = (at / ZERO_PASS + 1) * ZERO_PASS;
-            let now = ((end.min(stop) - at) as usize).min(zeros.len());
-            let hole = {
-                let core = self.lock();
-                core.by_id(id).is_some_and(|idx| {
-                    ((at / BLOCK) as usize..=((at + now as u64 - 1) / BLOCK) as usize)
-                        .all(|index| core.is_hole(idx, index) && at + now as u64 <= core.node(idx).size)
-                })
-            };
-            if !hole {
-                match self.try_write(id, at, &zeros[..now], queued) {
-                    Tried::Done(Ok(_)) => {}
-                    Tried::Done(Err(errno)) => return Tried::Done(Err(errno)),
-                    Tried::Wait { loading } => return Tried::Wait { loading },
-                }
-            }
-            *offset += now as u64;
-            *len = len.saturating_sub(now as u64);
-        }
-        Tried::Done(Ok(()))
     }
 
     /// Tries a change and answers it. What has to wait comes back, and whether that is for the device alone.
@@ -458,12 +419,10 @@ impl Store {
                 Tried::Done(result) => reply(result),
                 Tried::Wait { loading } => return Some((Change::Extend { size, reply }, loading)),
             },
-            Change::Zero { mut offset, mut len, keep_size, reply } => {
-                match self.try_zero(id, &mut offset, &mut len, keep_size, queued) {
+            Change::Zero { range, mut begun, reply } => {
+                match self.tried(|core| core.zero(id, &range, &mut begun, queued)) {
                     Tried::Done(result) => reply(result),
-                    Tried::Wait { loading } => {
-                        return Some((Change::Zero { offset, len, keep_size, reply }, loading));
-                    }
+                    Tried::Wait { loading } => return Some((Change::Zero { range, begun, reply }, loading)),
                 }
             }
         }

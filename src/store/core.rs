@@ -13,7 +13,8 @@ use super::change::Waiter;
 use super::hot::{Block, BlockIo, Hot, Phase, WriteBack, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
 use super::node::{
-    ALIAS_BASE, DURABLE, Detail, Idx, Kind, META_DIRTY, MOVED, NAMED, NONE, Node, NodeId, ROOT, ROOT_INO,
+    ALIAS_BASE, DURABLE, Detail, Idx, Kind, META_DIRTY, MOVED, NAMED, NO_INO, NONE, Node, NodeId, ROOT,
+    ROOT_INO,
 };
 use super::patience::Patience;
 use super::promote::Load;
@@ -61,7 +62,14 @@ pub struct Settings {
 /// Something to do once the lock is given back.
 pub enum Effect {
     Reply(Box<dyn FnOnce() + Send>),
-    Invalidate { parent: u64, name: Box<[u8]> },
+    Invalidate {
+        parent: u64,
+        name: Box<[u8]>,
+    },
+    /// The kernel's attributes of an inode number are not those of the file any more.
+    Forget {
+        ino: u64,
+    },
     Load(Load),
     Serve(Box<Served>),
 }
@@ -518,6 +526,7 @@ impl Core {
     pub fn drop_name(&mut self, idx: Idx, successor: Option<Idx>, by_us: bool) {
         self.forget_recency(idx);
         self.remember_name(idx, successor, by_us);
+        self.attributes_change(idx, NO_INO);
         let inherited = self.heirs.remove(&self.id(idx)).into_iter();
         let queued = match self.hot(idx).map(|hot| hot.write_back) {
             Some(WriteBack::Queued(seq)) => Some(seq),
@@ -819,7 +828,7 @@ impl Core {
         self.end_record(idx);
         let Some(mut node) = self.tree.nodes.remove(idx) else { return };
         if let Some(hot) = &mut node.hot {
-            if let Some(alias) = hot.alias {
+            for alias in hot.aliases.drain(..) {
                 self.aliases.remove(&alias);
             }
             for (_, reply) in hot.fsyncs.drain(..) {
@@ -894,7 +903,7 @@ impl Core {
         // its way.
         let Some(hot) = &node.hot else { return self.relist(idx) };
         let resident = hot.slab.is_some() || hot.blocks.iter().any(|block| !block.mem.is_none());
-        if !resident && !hot.in_use() && !hot.placed && hot.alias.is_none() && !hot.failed {
+        if !resident && !hot.in_use() && !hot.placed && hot.aliases.is_empty() && !hot.failed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
             self.node_mut(idx).hot = None;
             self.relist(idx);
@@ -926,6 +935,16 @@ impl Core {
         if let Some(parent) = self.tree.parent(idx).map(|parent| self.ino(parent)) {
             self.effects.push(Effect::Invalidate { parent, name });
         }
+    }
+
+    /// What the kernel believes of a file's attributes is true no longer, or for no longer: it is told so for all of its
+    /// inode numbers but the one, `known`, by which the change came. That one it knows of itself.
+    pub fn attributes_change(&mut self, idx: Idx, known: u64) {
+        let Some(hot) = self.hot(idx).filter(|hot| !hot.aliases.is_empty()) else { return };
+        let numbers = hot.aliases.iter().copied().chain([self.id(idx).0]);
+        let others: Vec<Effect> =
+            numbers.filter(|ino| *ino != known).map(|ino| Effect::Forget { ino }).collect();
+        self.effects.extend(others);
     }
 
     /// R2, R6: the file's bytes are wrong or could not be stored. Its name goes away and the log says so.

@@ -99,6 +99,11 @@ impl Block {
         !self.mem.is_none() && !self.is_loading()
     }
 
+    /// Whether it has neither bytes nor anything that was got for some.
+    pub fn is_nothing(&self) -> bool {
+        self.mem.is_none() && self.place.is_empty() && self.charge == 0 && self.reserved == 0 && !self.bad
+    }
+
     /// Whether its bytes are on their way from L2.
     pub fn is_loading(&self) -> bool {
         matches!(self.io, BlockIo::Reading(_))
@@ -302,6 +307,8 @@ pub struct Hot {
     /// The inode number that lookups answer, where it is not the node's own.
     pub alias: Option<u64>,
     pub alias_made: Option<Instant>,
+    /// All its further inode numbers that the kernel may know, that one among them.
+    pub aliases: SmallVec<[u64; 1]>,
     /// Storing it on the device failed; the next fsync says so.
     pub failed: bool,
     /// Dropped from L1 without ever having been read since promotion counts as waste.
@@ -378,6 +385,7 @@ impl Hot {
             crc: 0,
             alias: None,
             alias_made: None,
+            aliases: SmallVec::new(),
             failed: false,
             promoted_unread: false,
         }

@@ -63,9 +63,11 @@ pub enum Answer<T> {
     Wait,
 }
 
-/// Where invalidations of the kernel's cached names go.
+/// Where invalidations of the kernel's cached names and attributes go.
 pub trait Notify: Send + Sync {
     fn invalidate(&self, parent: u64, name: &[u8]);
+    /// Of the attributes alone: what the kernel has of the bytes stays.
+    fn forget_attributes(&self, ino: u64);
 }
 
 pub struct Store {
@@ -186,6 +188,12 @@ impl Store {
                 let notify = self.notify.lock().clone();
                 if let Some(notify) = notify {
                     notify.invalidate(parent, &name);
+                }
+            }
+            Effect::Forget { ino } => {
+                let notify = self.notify.lock().clone();
+                if let Some(notify) = notify {
+                    notify.forget_attributes(ino);
                 }
             }
             Effect::Load(load) => self.submit_load(load),

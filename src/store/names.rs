@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use super::attr::NAME_MAX;
 use super::core::{Core, now};
-use super::node::{DURABLE, Detail, Idx, Kind, NAMED, NONE, ROOT};
+use super::node::{DURABLE, Detail, Idx, Kind, NAMED, NO_INO, NONE, ROOT};
 use super::patience::Once;
 use super::process::Caller;
 use super::{Entry, Store};
@@ -308,6 +308,7 @@ impl Core {
             self.forget_entry_of(new_parent, new_name);
         }
         self.node_mut(idx).ctime = now();
+        self.attributes_change(idx, NO_INO);
         self.changed(idx);
         self.settle_names(idx);
         self.note_old_name(idx);

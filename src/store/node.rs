@@ -17,6 +17,8 @@ pub const NONE: Idx = Idx::MAX;
 pub const ROOT: Idx = 0;
 /// The inode number that the kernel uses for the root.
 pub const ROOT_INO: u64 = 1;
+/// No inode number.
+pub const NO_INO: u64 = u64::MAX;
 /// Inode numbers from here on are aliases: further identities of a file that already has one.
 pub const ALIAS_BASE: u64 = 1 << 63;
 

@@ -24,7 +24,7 @@ use super::core::{Alias, Core, now};
 use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
 use super::lists::Droppable;
 use super::names::check_name;
-use super::node::{ALIAS_BASE, DURABLE, Detail, Idx, Kind, LOST, MOVED, NAMED, NONE, NodeId, SLOT};
+use super::node::{ALIAS_BASE, DURABLE, Detail, Idx, Kind, LOST, MOVED, NAMED, NO_INO, NONE, NodeId, SLOT};
 use super::process::{Caller, dying_of, process_of};
 use super::{Answer, EntryReply, Store};
 use crate::l1::Slab;
@@ -361,6 +361,7 @@ impl Core {
         let node = self.node_mut(old);
         (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;
         node.xattrs = xattrs;
+        self.attributes_change(old, NO_INO);
         self.recount(old);
         self.changed(old);
         self.touch(old);
@@ -555,7 +556,10 @@ impl Core {
 
     fn opened(&mut self, idx: Idx, ino: u64, flags: i32, mode: Mode) -> Opened {
         self.touch(idx);
-        if !writes(flags) {
+        if writes(flags) {
+            // While somebody may write it, the kernel is told nothing that it could believe for a while.
+            self.attributes_change(idx, ino);
+        } else {
             self.node_mut(idx).atime = now();
         }
         let handle = self.add_handle(idx, ino, flags, mode);
@@ -577,11 +581,13 @@ impl Core {
         }
         let before = hot.alias.replace(alias);
         hot.alias_made = Some(at);
+        hot.aliases.push(alias);
         if let Some(before) = before
             && self.aliases.get(&before).is_some_and(|alias| alias.lookups == 0)
         {
             // Whoever was sent to look for it never came.
             self.aliases.remove(&before);
+            self.hot_mut(idx).aliases.retain(|number| *number != before);
         }
         self.next_alias = (self.next_alias + 1).max(ALIAS_BASE);
         self.aliases.insert(alias, Alias { id, lookups: 0 });
@@ -599,10 +605,9 @@ impl Core {
         let id = alias.id;
         self.aliases.remove(&ino);
         let Some(idx) = self.by_id(id) else { return };
-        if let Some(hot) = self.node_mut(idx).hot.as_mut()
-            && hot.alias == Some(ino)
-        {
-            hot.alias = None;
+        if let Some(hot) = self.node_mut(idx).hot.as_mut() {
+            hot.aliases.retain(|number| *number != ino);
+            hot.alias = hot.alias.filter(|alias| *alias != ino);
             self.tidy(idx);
         }
     }

@@ -3,9 +3,9 @@
 use nix::errno::Errno;
 
 use super::change::{BLOCKS_A_PASS, Stop};
-use super::core::Core;
-use super::hot::{BLOCK, Block, BlockIo, Mem, Phase, block_len};
-use super::node::{Idx, NONE};
+use super::core::{Core, pages_of};
+use super::hot::{BLOCK, Block, BlockIo, Mem, Phase, WriteBack, block_len};
+use super::node::{DURABLE, Idx, NONE};
 
 impl Core {
     /// Makes a sealed file one that can be written: nobody reads it, or it is written in place anyway.
@@ -143,8 +143,13 @@ impl Core {
                 return Err(Stop::Room);
             }
             let room = u64::from(pages.saturating_sub(reserved));
-            if room > 0 {
-                self.reserve(idx, room, index as u64 * BLOCK + len as u64)?;
+            if room > 0 && !self.give_up_place(idx, index, room) {
+                let reserved = self.reserve(idx, room, index as u64 * BLOCK + len as u64);
+                // A block that is overwritten as a whole need not be here for that, but to give up its place it must.
+                if reserved == Err(Stop::Fail(Errno::ENOSPC)) && self.may_give_up_place(idx, index, room) {
+                    return Err(self.load_block(idx, index));
+                }
+                reserved?;
             }
             self.dirty_pages += more;
             self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
@@ -153,6 +158,42 @@ impl Core {
             block.reserved = block.reserved.max(pages);
         }
         self.take_memory(idx, index, len)
+    }
+
+    /// Whether the place of a block, together with what is free, is room enough for the block once it is changed, and no
+    /// record and no commit counts with what is there.
+    fn may_give_up_place(&self, idx: Idx, index: usize, room: u64) -> bool {
+        let node = self.node(idx);
+        let Some(hot) = &node.hot else { return false };
+        let Some(block) = hot.blocks.get(index) else { return false };
+        let device = &self.space.devices[usize::from(node.device)];
+        let place = pages_of(&block.place);
+        place > 0
+            && !block.bad
+            && !node.has(DURABLE)
+            && hot.write_back == WriteBack::None
+            && device.free() + place >= room
+    }
+
+    /// Sets the room aside for a block whose bytes are in L1 where these were spilled to, if there is none beside it: a
+    /// device that is full of one unfinished file must not keep its writer from changing or cutting that.
+    fn give_up_place(&mut self, idx: Idx, index: usize, room: u64) -> bool {
+        let device = self.node(idx).device;
+        if !self.hot_mut(idx).blocks[index].resident()
+            || !self.may_give_up_place(idx, index, room)
+            || self.space.on(device).free() >= room
+        {
+            return false;
+        }
+        let hot = self.hot_mut(idx);
+        // They are nowhere else from here on, whatever becomes of the change.
+        let crc = hot.blocks[index].crc;
+        hot.rewritten(index..=index);
+        hot.blocks[index].crc = crc;
+        let place = std::mem::take(&mut hot.blocks[index].place);
+        self.free_extents(device, &place);
+        self.space.take(device, room);
+        true
     }
 
     /// What the directory's last files say about the size of a new one.

@@ -150,7 +150,13 @@ impl Core {
         self.seal_slab(idx, size);
         let hot = self.hot_mut(idx);
         let blocks = blocks_for(size);
-        hot.blocks.truncate(blocks);
+        // Behind the end is what was got for a write that failed.
+        let beyond = hot.blocks.split_off(blocks.min(hot.blocks.len()));
+        let device = self.node(idx).device;
+        for block in beyond {
+            self.uncharge(device, block.charge, block.reserved);
+        }
+        let hot = self.hot_mut(idx);
         for index in 0..hot.blocks.len() {
             let hot = self.hot_mut(idx);
             let tail = Self::tail_crc(hot, index, block_len(size, index));

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use nix::errno::Errno;
+use smallvec::SmallVec;
 
 use super::again::{Expected, Intent};
 use super::attr::{self, Attr};
@@ -11,6 +12,25 @@ use super::core::{Core, now};
 use super::hot::{BLOCK, Block, Mem, Phase, Place, block_len};
 use super::node::{DURABLE, Idx, Kind, LOST, MOVED, NAMED, NodeId, SLOT};
 use super::process::Caller;
+
+/// Whole blocks of zeros that are made while the lock is held.
+const ZEROED_A_PASS: usize = 16;
+
+/// A range that shall read as zeros.
+#[derive(Clone, Copy, Debug)]
+pub struct Zero {
+    pub offset: u64,
+    pub end: u64,
+    /// The file does not get longer by it.
+    pub keep_size: bool,
+}
+
+impl Zero {
+    /// The first, and the one behind the last.
+    fn whole_blocks(&self) -> (usize, usize) {
+        (self.offset.div_ceil(BLOCK) as usize, (self.end / BLOCK) as usize)
+    }
+}
 
 impl Core {
     /// Files beyond the limit are slot files: resident by range, never passthrough. One that was private and is
@@ -89,6 +109,54 @@ impl Core {
         self.changed(idx);
     }
 
+    /// Gets the credit and the room for the last block of a file that is cut from what is cut off behind it, if that is
+    /// enough, and takes that away. Whether it did: then nothing is missing for the rest of the truncation.
+    ///
+    /// All this happens in one step, so nobody sees the file with only its whole blocks cut off. What can still keep it from
+    /// being cut does so before: the last block cannot be read (EIO), or it is all that is cut, a record names the place
+    /// where it is, and there is no room for it beside that (ENOSPC). The file is as it was then.
+    fn take_from_cut(&mut self, idx: Idx, tail: usize, len: usize) -> bool {
+        let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
+        let hot = self.hot_mut(idx);
+        let block = &hot.blocks[tail];
+        let resident = block.resident() && hot.span(tail).is_some_and(|span| span.len() >= len);
+        let ready = resident && !block.fixed && !block.bad;
+        if !ready || self.settings.memory_only {
+            return false;
+        }
+        let hot = self.hot_mut(idx);
+        let (charge, reserved) = (hot.blocks[tail].charge, hot.blocks[tail].reserved);
+        let (mut charged, mut freed, mut left) = (0, 0, 0);
+        for block in &hot.blocks[tail + 1..] {
+            charged += u64::from(block.charge);
+            freed += u64::from(block.reserved);
+            left += super::core::pages_of(&block.place);
+        }
+        let pages = (len as u32).div_ceil(4096).max(charge);
+        let (more, room) = (u64::from(pages - charge), u64::from(pages.saturating_sub(reserved)));
+        if self.dirty_pages - charged + more > self.settings.dirty_limit_pages
+            || self.space.on(device).free() + freed + left < room
+        {
+            return false;
+        }
+        self.cut(idx, tail as u64 * BLOCK + len as u64);
+        let space = self.space.on(device);
+        let short = room.saturating_sub(space.free());
+        if durable && short > 0 {
+            // It is free after the next commit, for which the block waits.
+            space.stale -= short;
+            space.leaving += short;
+            self.queue.lent.push((device, short));
+        }
+        self.space.take(device, room);
+        self.dirty_pages += more;
+        self.counters.dirty_peak_pages = self.counters.dirty_peak_pages.max(self.dirty_pages);
+        let block = &mut self.hot_mut(idx).blocks[tail];
+        block.charge = pages;
+        block.reserved = block.reserved.max(pages);
+        true
+    }
+
     pub fn truncate(&mut self, id: NodeId, size: u64) -> Result<(), Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
         if size > self.size_max() {
@@ -113,7 +181,13 @@ impl Core {
             let tail = (size / BLOCK) as usize;
             if !size.is_multiple_of(BLOCK) && !self.is_hole(idx, tail) {
                 let len = block_len(size, tail);
-                self.take_block(idx, tail, len, true)?;
+                if let Err(stop) = self.take_block(idx, tail, len, true)
+                    && !self.take_from_cut(idx, tail, len)
+                {
+                    // What is on its way gives its room back when it has come.
+                    let coming = stop == Stop::Fail(Errno::ENOSPC) && self.hot_mut(idx).transfers > 0;
+                    return Err(if coming { Stop::Room } else { stop });
+                }
                 let hot = self.hot_mut(idx);
                 if let Mem::Chunk(chunk) = &hot.blocks[tail].mem {
                     chunk.span().zero(len..chunk.len());
@@ -132,29 +206,99 @@ impl Core {
         Ok(())
     }
 
-    /// Makes whole blocks of the range holes again. The edges are written with zeros by the caller.
-    pub fn punch(&mut self, id: NodeId, offset: u64, end: u64) -> Result<(), Stop> {
+    /// Has a range read as zeros. `begun` says how far that has come: first, in one step, comes all that can fail and all
+    /// that is not in whole blocks; then these become holes, a few at a time. So what is refused has changed nothing.
+    pub fn zero(&mut self, id: NodeId, range: &Zero, begun: &mut bool, queued: bool) -> Result<(), Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        if !*begun {
+            self.begin_to_zero(idx, range, queued)?;
+            *begun = true;
+        }
         self.one_at_a_time(idx)?;
+        // Between two passes it can have been closed, and be read.
         self.unseal(idx)?;
         self.copy_base(idx, u64::MAX)?;
         let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
         let hot = self.hot_mut(idx);
-        let (first, last) = (offset.div_ceil(BLOCK) as usize, (end / BLOCK) as usize);
+        let (first, last) = range.whole_blocks();
         let last = last.min(hot.blocks.len());
-        if first >= last || hot.slab.is_some() {
-            return Ok(());
-        }
+        let first = first.min(last);
         if hot.blocks[first..last].iter().any(Block::is_loading) {
             return Err(Stop::Load);
         }
+        let left: Vec<usize> = (first..last).filter(|&index| !hot.blocks[index].is_nothing()).collect();
         let mut gone = Vec::new();
-        for block in &mut hot.blocks[first..last] {
-            gone.push(std::mem::take(block));
+        for &index in left.iter().take(ZEROED_A_PASS) {
+            if let Some(slab) = &hot.slab {
+                // What is nowhere is read from the slab once the file is sealed.
+                let start = index as u64 * BLOCK;
+                let end = (start + BLOCK).min(slab.capacity_bytes()).min(hot.valid_to);
+                if start < end {
+                    slab.span(start as usize..end as usize).zero(0..(end - start) as usize);
+                }
+            }
+            gone.push(std::mem::take(&mut hot.blocks[index]));
         }
+        hot.crc_to = usize::MAX;
         for block in gone {
             self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
+        }
+        if left.len() > ZEROED_A_PASS {
+            return Err(Stop::Again);
+        }
+        self.wakes.admission |= !self.waiters.is_empty();
+        self.wake_if_unwritten(idx);
+        self.close_if_done(idx);
+        Ok(())
+    }
+
+    fn begin_to_zero(&mut self, idx: Idx, range: &Zero, queued: bool) -> Result<(), Stop> {
+        let Zero { offset, end, keep_size } = *range;
+        let size = self.node(idx).size;
+        let grows = end > size && !keep_size;
+        if grows && end > self.size_max() {
+            return Err(Stop::Fail(if self.settings.memory_only { self.no_space() } else { Errno::EFBIG }));
+        }
+        if self.poisoned {
+            return Err(Stop::Fail(Errno::EIO));
+        }
+        self.wait_in_turn(queued)?;
+        self.one_at_a_time(idx)?;
+        self.unseal(idx)?;
+        self.copy_base(idx, u64::MAX)?;
+        let (first, last) = range.whole_blocks();
+        let within = end.min(size);
+        let mut edges: SmallVec<[usize; 2]> = SmallVec::new();
+        if offset < within {
+            edges.extend([(offset / BLOCK) as usize, ((within - 1) / BLOCK) as usize]);
+        }
+        edges.dedup();
+        edges.retain(|index| !(first..last).contains(index) && !self.is_hole(idx, *index));
+        for &index in &edges {
+            self.take_block(idx, index, block_len(size, index), true)?;
+        }
+        if grows {
+            self.truncate(self.id(idx), end)?;
+        } else {
+            let node = self.node_mut(idx);
+            node.mtime = now();
+            node.ctime = node.mtime;
+            self.changed(idx);
+        }
+        let hot = self.hot_mut(idx);
+        for &index in &edges {
+            let start = index as u64 * BLOCK;
+            let (from, to) = (offset.max(start) - start, within.min(start + BLOCK) - start);
+            if let Some(span) = hot.span(index) {
+                span.zero(from as usize..(to as usize).min(span.len()));
+            }
+            hot.rewritten(index..=index);
+        }
+        hot.crc_to = usize::MAX;
+        if let Some(private) = hot.private_mut() {
+            private.flushed = false;
+            private.supplied(offset..if grows { end } else { within.max(offset) });
         }
         Ok(())
     }
@@ -197,6 +341,7 @@ impl Core {
             if *more != attr::Change::default() {
                 self.set_attributes(idx, more);
             }
+            self.attributes_change(idx, ino);
             Ok(Attr { ino, ttl: Duration::ZERO, ..self.attr(idx) })
         });
         if by_path && matches!(result, Ok(_) | Err(Stop::Fail(_))) {

@@ -36,6 +36,7 @@ struct Commit {
     files: u64,
     removed: Vec<(NodeId, u8, u64)>,
     stale: Vec<(u8, Place)>,
+    lent: Vec<(u8, u64)>,
     replies: Vec<(UnitReply, Result<(), Errno>)>,
     /// Bytes of some file are named by a record for the first time.
     flush: bool,
@@ -98,7 +99,11 @@ impl Core {
 
     /// Takes everything that is ready.
     fn take_commit(&mut self) -> Commit {
-        let mut commit = Commit { stale: std::mem::take(&mut self.queue.stale), ..Commit::default() };
+        let mut commit = Commit {
+            stale: std::mem::take(&mut self.queue.stale),
+            lent: std::mem::take(&mut self.queue.lent),
+            ..Commit::default()
+        };
         let mut put = HashSet::new();
         let mut goes_on = false;
         let mut order = Vec::new();
@@ -247,6 +252,11 @@ impl Core {
                 node.set(COMMITTED, false);
                 self.reap(idx);
             }
+        }
+        for (device, pages) in commit.lent {
+            let space = self.space.on(device);
+            space.leaving -= pages;
+            space.stale += pages;
         }
         for (device, place) in commit.stale {
             self.space.on(device).stale -= crate::store::core::pages_of(&place);

@@ -53,6 +53,8 @@ pub struct PublishQueue {
     pub changed: Vec<NodeId>,
     /// Extents that no record names after the next commit.
     pub stale: Vec<(u8, Place)>,
+    /// Pages among these, and of which device, that are set aside for something else already: they count as leaving.
+    pub lent: Vec<(u8, u64)>,
     /// Somebody waits for the next commit.
     pub urgent: bool,
     /// Bytes on their way to the devices.
