@@ -298,9 +298,9 @@ fn an_older_copy_of_one_device_is_refused_and_untouched() {
     assert!(prints() == left, "a read-only mount changed the store");
 
     mount.start();
-    for at in 0..SIZES.len() {
+    for (at, size) in SIZES.into_iter().enumerate() {
         fs::remove_file(mount.at(&name(at))).unwrap();
-        fs::write(mount.at(&format!("new{at}")), bytes(10 + at as u64, SIZES[at])).unwrap();
+        fs::write(mount.at(&format!("new{at}")), bytes(10 + at as u64, size)).unwrap();
     }
     mount.stop();
     let l2: Vec<String> = stores.iter().map(|path| path.display().to_string()).collect();
@@ -322,9 +322,9 @@ fn an_older_copy_of_one_device_is_refused_and_untouched() {
         swap(path, "old");
     }
     mount.start();
-    for at in 0..SIZES.len() {
+    for (at, size) in SIZES.into_iter().enumerate() {
         assert!(!mount.at(&name(at)).exists());
-        assert!(fs::read(mount.at(&format!("new{at}"))).unwrap() == bytes(10 + at as u64, SIZES[at]));
+        assert!(fs::read(mount.at(&format!("new{at}"))).unwrap() == bytes(10 + at as u64, size));
     }
     mount.stop();
     // Copies of all of them are the store as it was then.
