@@ -161,12 +161,13 @@ fn a_part_of_a_damaged_file_is_never_wrong() {
     assert!(refused > 0, "{right} parts right, none refused");
 }
 
-/// Tries to mount `l2` elsewhere: the one line that it is refused with.
-fn refused(mount: &Mount, l2: &str) -> String {
+/// Tries to mount the paths `l2` elsewhere: the one line that it is refused with.
+fn refused(mount: &Mount, l2: &[String]) -> String {
     let dir = mount.scratch.path().join("other");
     fs::create_dir_all(&dir).unwrap();
     let mut tried = Command::new(common::binary())
-        .args(["mount", "--l1", "64MiB", "--l2", l2])
+        .args(["mount", "--l1", "64MiB"])
+        .args(l2.iter().flat_map(|path| ["--l2", path]))
         .arg(&dir)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -182,7 +183,7 @@ fn refused(mount: &Mount, l2: &str) -> String {
             tried.kill().unwrap();
             let _ =
                 nix::mount::umount2(&dir, nix::mount::MntFlags::MNT_FORCE | nix::mount::MntFlags::MNT_DETACH);
-            panic!("{l2} was not refused");
+            panic!("{l2:?} was not refused");
         }
         std::thread::sleep(Duration::from_millis(10));
     };
@@ -211,7 +212,7 @@ fn fingerprint(path: &Path) -> (u64, u64, Vec<u64>) {
 /// Refused with these words, and not a byte of it is changed.
 fn check_refused(mount: &Mount, size: &str, words: &[&str]) {
     let before = fingerprint(&mount.store());
-    let said = refused(mount, &format!("{}{size}", mount.store().display()));
+    let said = refused(mount, &[format!("{}{size}", mount.store().display())]);
     for word in words.iter().chain([&"store.0"]) {
         assert!(said.contains(word), "no '{word}' in: {said}");
     }
@@ -265,8 +266,75 @@ fn a_store_that_is_not_as_it_was_left_is_refused_and_untouched() {
             assert!(fs::read(mount.at(&name(at))).unwrap() == bytes(at as u64, size), "file of {size} bytes");
         }
         mount.stop();
-        flip(&store, at + 60);
+        assert!(page(0) == page(4096), "the bad copy was not made good");
     }
+}
+
+/// Devices that are whole, but were not left by the same opening.
+#[test]
+fn an_older_copy_of_one_device_is_refused_and_untouched() {
+    if memory_only() {
+        return;
+    }
+    let mut mount = Mount::with(Options { stripes: Some(3), ..Options::new(64, 192) });
+    for (at, size) in SIZES.into_iter().enumerate() {
+        fs::write(mount.at(&name(at)), bytes(at as u64, size)).unwrap();
+    }
+    mount.stop();
+    let stores = stores(&mount);
+    assert_eq!(stores.len(), 3);
+    let beside = |path: &Path, name: &str| PathBuf::from(format!("{}.{name}", path.display()));
+    for path in &stores {
+        fs::copy(path, beside(path, "old")).unwrap();
+    }
+    // Looking at it does not count.
+    let prints = || stores.iter().map(|path| fingerprint(path)).collect::<Vec<_>>();
+    let left = prints();
+    mount.set_extra(&["--read-only"]);
+    mount.start();
+    assert!(fs::read(mount.at(&name(1))).unwrap() == bytes(1, SIZES[1]));
+    mount.stop();
+    mount.set_extra(&[]);
+    assert!(prints() == left, "a read-only mount changed the store");
+
+    mount.start();
+    for (at, size) in SIZES.into_iter().enumerate() {
+        fs::remove_file(mount.at(&name(at))).unwrap();
+        fs::write(mount.at(&format!("new{at}")), bytes(10 + at as u64, size)).unwrap();
+    }
+    mount.stop();
+    let l2: Vec<String> = stores.iter().map(|path| path.display().to_string()).collect();
+    let swap = |path: &Path, with: &str| {
+        fs::rename(path, beside(path, "aside")).unwrap();
+        fs::rename(beside(path, with), path).unwrap();
+        fs::rename(beside(path, "aside"), beside(path, with)).unwrap();
+    };
+    for (at, path) in stores.iter().enumerate() {
+        swap(path, "old");
+        let before = prints();
+        for _ in 0..2 {
+            let said = refused(&mount, &l2);
+            for word in [&*format!("store.{at}"), "an older copy than the others", "put back", "--format"] {
+                assert!(said.contains(word), "no '{word}' in: {said}");
+            }
+        }
+        assert!(prints() == before, "store.{at}: the refused store was changed");
+        swap(path, "old");
+    }
+    mount.start();
+    for (at, size) in SIZES.into_iter().enumerate() {
+        assert!(!mount.at(&name(at)).exists());
+        assert!(fs::read(mount.at(&format!("new{at}"))).unwrap() == bytes(10 + at as u64, size));
+    }
+    mount.stop();
+    // Copies of all of them are the store as it was then.
+    stores.iter().for_each(|path| swap(path, "old"));
+    mount.start();
+    for (at, size) in SIZES.into_iter().enumerate() {
+        assert!(fs::read(mount.at(&name(at))).unwrap() == bytes(at as u64, size), "file of {size} bytes");
+    }
+    assert!(!mount.at("new0").exists());
+    mount.check_quiet();
 }
 
 #[test]

@@ -13,6 +13,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
 use parking_lot::Mutex;
@@ -35,6 +36,8 @@ mod rng;
 const MIB: u64 = 1 << 20;
 /// What a recovered store needs for its new files.
 const ROOM: u64 = 2 * MIB;
+/// What an opening of two devices leaves in the log: six writes and nine flushes.
+const ENTRIES_OF_OPENING: usize = 30;
 /// Images that a test tries unless it is told otherwise.
 const CUTS: usize = 120;
 
@@ -49,7 +52,7 @@ struct Plan {
     evict: &'static str,
     clients: usize,
     steps: usize,
-    /// Times that the daemon is killed and goes on from what is there.
+    /// Times that the daemon is killed, and once more while it opens what is there, before it goes on.
     kills: usize,
 }
 
@@ -72,6 +75,9 @@ fn record(plan: &Plan, dir: &Path, seed: u64) -> Recording {
     let mut rng = Rng::new(seed);
     let (mut checkpoints, mut evictions) = (0, 0);
     for session in 0..=plan.kills {
+        if session > 0 {
+            machine = killed_while_opening(&setup, &machine, &mut rng);
+        }
         let rig = Rig::open(&setup, &machine).unwrap();
         let what = format!("{}, seed {seed}, session {session}", plan.name);
         let found = rig.tree().unwrap_or_else(|why| panic!("{what}: {why}"));
@@ -116,6 +122,24 @@ fn record(plan: &Plan, dir: &Path, seed: u64) -> Recording {
         }
     }
     Recording { images, model, log: machine.log(), checkpoints, evictions }
+}
+
+/// Has a daemon open the store, and kills it while it counts the opening.
+fn killed_while_opening(setup: &Setup, machine: &Arc<Machine>, rng: &mut Rng) -> Arc<Machine> {
+    let until = machine.logged() + rng.below(ENTRIES_OF_OPENING);
+    let opened = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let killer = scope.spawn(|| {
+            while machine.logged() < until && !opened.load(Ordering::Acquire) {
+                std::thread::sleep(std::time::Duration::from_micros(20));
+            }
+            machine.kill(rng)
+        });
+        let rig = Rig::open(setup, machine);
+        opened.store(true, Ordering::Release);
+        rig.unwrap().stop();
+        killer.join().unwrap()
+    })
 }
 
 /// An image to be tried.
@@ -199,7 +223,7 @@ fn go_on(
 /// Tries images of a recording: all of them, or as many as wanted, of each kind the same number.
 fn try_all(plan: &Plan, recording: &Recording, seed: u64, wanted: usize) {
     let (images, log) = (&recording.images, &recording.log[..]);
-    let mut there = [0; 4];
+    let mut there = [0; 5];
     each_cut(images.clone(), recording.model.clone(), log, &mut |cut| {
         for variant in cut.variants(&mut Rng::new(0)) {
             there[cut.kind(&variant) as usize] += 1;
@@ -209,7 +233,7 @@ fn try_all(plan: &Plan, recording: &Recording, seed: u64, wanted: usize) {
     let (sender, jobs) = sync_channel::<Job>(2 * workers);
     let jobs = Mutex::new(jobs);
     let failures = Mutex::new(Vec::new());
-    let mut tried = [0; 4];
+    let mut tried = [0; 5];
     std::thread::scope(|scope| {
         for worker in 0..workers {
             let (jobs, failures) = (&jobs, &failures);
@@ -250,7 +274,7 @@ fn try_all(plan: &Plan, recording: &Recording, seed: u64, wanted: usize) {
     let count = |is: fn(&Entry) -> bool| log.iter().filter(|entry| is(entry)).count();
     println!(
         "{}, seed {seed}: {} writes, {} flushes, {} kills, {} checkpoints, {} evictions; there recover {} of {} prefixes, \
-         {} of {} images of torn checkpoints, {} of {} of restarts and {} of {} others",
+         {} of {} images of torn checkpoints, {} of {} of openings, {} of {} of restarts and {} of {} others",
         plan.name,
         count(|entry| matches!(entry, Entry::Write(_))),
         count(|entry| matches!(entry, Entry::FlushEnds { .. })),
@@ -265,6 +289,8 @@ fn try_all(plan: &Plan, recording: &Recording, seed: u64, wanted: usize) {
         there[2],
         tried[3],
         there[3],
+        tried[4],
+        there[4],
     );
 }
 

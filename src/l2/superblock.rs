@@ -3,6 +3,7 @@
 //! ```text
 //! 0 magic "KVCFS-L2" | 8 format u32 | 12 devices u32 | 16 store id [16] | 32 this device u32 | 36 block bytes u32
 //! | 40 length u64 | 48 meta start u64 | 56 meta length u64 | 64 data start u64 | 72 files max u64 | 80 made (ns) i64
+//! | 88 opened u64 | 96 opening u64
 //! | 4092 CRC-32C u32 of the 4092 bytes before
 //! ```
 
@@ -24,6 +25,10 @@ pub struct Superblock {
     pub data_start: u64,
     pub files_max: u64,
     pub made: i64,
+    /// Which opening for writing was the last, counted from 1. 0 until then, and where they were not counted yet.
+    pub opened: u64,
+    /// Which one was begun last. It is beyond `opened` only until the opening has reached every device.
+    pub opening: u64,
 }
 
 /// What the first page of a device is.
@@ -60,6 +65,8 @@ impl Superblock {
         put(64, &self.data_start.to_le_bytes());
         put(72, &self.files_max.to_le_bytes());
         put(80, &self.made.to_le_bytes());
+        put(88, &self.opened.to_le_bytes());
+        put(96, &self.opening.to_le_bytes());
         let sum = crc(&page[..PAGE - 4]);
         page[PAGE - 4..].copy_from_slice(&sum.to_le_bytes());
         page
@@ -93,6 +100,8 @@ impl Superblock {
             data_start: u64_at(64),
             files_max: u64_at(72),
             made: u64_at(80) as i64,
+            opened: u64_at(88),
+            opening: u64_at(96),
         })
     }
 }
@@ -113,6 +122,8 @@ mod tests {
             data_start: 1 << 25,
             files_max: 12345,
             made: 99,
+            opened: 6,
+            opening: 7,
         }
     }
 

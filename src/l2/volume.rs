@@ -8,6 +8,7 @@
 //! A device that is not wholly ours, and in the shape we left it, is refused; nothing is overwritten unless the user
 //! says so (`--format`).
 
+use std::cmp::Reverse;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,6 +24,8 @@ use super::{Claimed, Device, DeviceError, DeviceOptions, Engine, EngineGauges, M
 use crate::error::{Error, Result};
 use crate::memory::{AlignedBuf, PAGE, Region, RegionId};
 use crate::units::{Bytes, counted, date};
+
+mod openings;
 
 /// Where the superblock's copy is. Devices tear writes at sectors, not over pages that are apart.
 pub(super) const COPY_AT: u64 = PAGE as u64;
@@ -133,6 +136,8 @@ impl Plan {
                 data_start,
                 files_max,
                 made: crate::store::core::now(),
+                opened: 0,
+                opening: 0,
             });
         }
         Ok(Self { supers, log })
@@ -193,6 +198,7 @@ impl Volume {
             reader.devices(&data_blocks(&volume.supers), volume.files_max());
             return Ok(Opened { volume, fresh: true, made, warnings });
         }
+        let mut supers = supers;
         warnings.extend(devices.iter().zip(&supers).filter_map(unused));
         reader.devices(&data_blocks(&supers), supers[0].files_max);
         let first = Arc::new(devices);
@@ -216,6 +222,11 @@ impl Volume {
         }
         if report.frames > 0 {
             warnings.push(format!("{path} was not closed cleanly; what was not durable is gone"));
+        }
+        // Not sooner, since a store with a damaged catalog stays as it is; and not later, since whoever has the volume
+        // may write.
+        if !options.read_only {
+            openings::count(&first, &mut supers)?;
         }
         let mut volume = Self::joined(first, supers, journal, report.bytes_read);
         volume.read_only = options.read_only;
@@ -438,14 +449,21 @@ fn read_super(device: &Claimed) -> Result<Found> {
         device.read_at(at, &mut page).map_err(|error| Error::new(device.path().display(), error))?;
         copies.push(Superblock::decode(&page));
     }
-    copies.sort_by_key(|found| match found {
-        Found::Ours(_) => 0,
-        Found::Format(_) => 1,
-        Found::Damaged => 2,
-        Found::Foreign => 3,
-        Found::Blank => 4,
-    });
+    copies.sort_by_key(rank);
     Ok(copies.swap_remove(0))
+}
+
+/// Which copy of a superblock counts: the one with the lower rank, and the first of two that are alike.
+fn rank(found: &Found) -> (u8, Reverse<(u64, u64)>) {
+    let (kind, openings) = match found {
+        // A crash between the writes of an opening leaves one copy newer than the other.
+        Found::Ours(superblock) => (0, (superblock.opened, superblock.opening)),
+        Found::Format(_) => (1, (0, 0)),
+        Found::Damaged => (2, (0, 0)),
+        Found::Foreign => (3, (0, 0)),
+        Found::Blank => (4, (0, 0)),
+    };
+    (kind, Reverse(openings))
 }
 
 const NEW: &str =
@@ -467,7 +485,7 @@ fn refuse_foreign(devices: &[Claimed], plan: &Plan) -> Result<()> {
 
 /// What no superblock of ours says. That its checksum is right only tells that it is as it was written.
 fn flaw(superblock: &Superblock, at: usize) -> Option<&'static str> {
-    let Superblock { len, meta_start, meta_len, data_start, files_max, .. } = *superblock;
+    let Superblock { len, meta_start, meta_len, data_start, files_max, opened, opening, .. } = *superblock;
     let page = PAGE as u64;
     let whole = [len, meta_start, meta_len, data_start].iter().all(|bytes| bytes.is_multiple_of(page));
     let meta_end = meta_start.checked_add(meta_len);
@@ -478,6 +496,7 @@ fn flaw(superblock: &Superblock, at: usize) -> Option<&'static str> {
         (meta_start < 2 * page || meta_end.is_none_or(|end| end > data_start), "its catalog has no place"),
         (at == 0 && meta_len < super::journal::region_bytes(1, 0, log), "its catalog is too small"),
         (at == 0 && files_max > meta_len / 256, "its catalog has no room for its files"),
+        (opened > opening || opening >= openings::END, "it was not opened as often as it says"),
     ];
     flaws.into_iter().find(|(flaw, _)| *flaw).map(|(_, what)| what)
 }
@@ -513,7 +532,7 @@ fn unused((device, superblock): (&Device, &Superblock)) -> Option<String> {
     ))
 }
 
-/// Whether the devices are those of one store, complete and in order.
+/// Whether the devices are those of one store, complete, in order, and left by the same opening.
 fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
     let mut supers = Vec::new();
     for (at, (device, found)) in devices.iter().zip(found).enumerate() {
@@ -569,6 +588,7 @@ fn check(devices: &[Claimed], found: Vec<Found>) -> Result<Vec<Superblock>> {
         };
         return Err(error);
     }
+    openings::check(devices, &supers)?;
     Ok(supers)
 }
 

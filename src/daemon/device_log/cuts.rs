@@ -12,9 +12,12 @@ const SUBSETS: usize = 4;
 /// Entries of the log that a failure shows.
 const SHOWN: usize = 60;
 
+/// The superblocks end here.
+const SUPERBLOCKS_END: u64 = 64 << 10;
+
 /// The journal's headers and checkpoints end here on the first device of a store for the fewest files: 64 KiB, two pages
 /// and two areas of 1 MiB.
-const CHECKPOINTS_END: u64 = (64 << 10) + (8 << 10) + (2 << 20);
+const CHECKPOINTS_END: u64 = SUPERBLOCKS_END + (8 << 10) + (2 << 20);
 
 /// What kind of image it is. Each kind gets its share of those that are tried.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,6 +26,8 @@ pub enum Kind {
     Prefix,
     /// A checkpoint is not sure, which is the case at few cuts.
     Checkpoint,
+    /// An opening is being counted, which it is at even fewer.
+    Opening,
     /// A restarted daemon has read what the one before it wrote, and that is not sure.
     Restart,
     Torn,
@@ -64,9 +69,11 @@ impl Cut {
     }
 
     pub fn kind(&self, variant: &Variant) -> Kind {
+        let is_superblock = |write: &Write| write.offset < SUPERBLOCKS_END;
         let is_checkpoint = |write: &Write| write.device == 0 && write.offset < CHECKPOINTS_END;
         match variant {
             Variant::Prefix => Kind::Prefix,
+            _ if self.unsure.iter().any(is_superblock) => Kind::Opening,
             _ if self.unsure.iter().any(|write| write.id < self.killed) => Kind::Restart,
             _ if self.unsure.iter().any(is_checkpoint) => Kind::Checkpoint,
             _ => Kind::Torn,

@@ -189,6 +189,183 @@ fn one_good_superblock_is_enough_and_none_is_damage() {
     assert!(refused(&[(&path, None)]).contains("never finished, or has lost its superblocks"));
 }
 
+/// Both copies of a superblock.
+type Copies = [[u8; PAGE]; 2];
+
+/// A store of three devices, made and closed.
+fn three(dir: &Path) -> Vec<PathBuf> {
+    let paths: Vec<PathBuf> = (0..3).map(|at| dir.join(format!("store.{at}"))).collect();
+    assert!(open(&paths.iter().map(|path| (&**path, Some(SIZE))).collect::<Vec<_>>()).unwrap().fresh);
+    paths
+}
+
+fn unsized_set(paths: &[PathBuf]) -> Vec<(&Path, Option<u64>)> {
+    paths.iter().map(|path| (&**path, None)).collect()
+}
+
+fn copies_of(paths: &[PathBuf]) -> Vec<Copies> {
+    let page = |path: &PathBuf, at| {
+        let mut page = [0; PAGE];
+        File::open(path).unwrap().read_exact_at(&mut page, at).unwrap();
+        page
+    };
+    paths.iter().map(|path| [page(path, 0), page(path, COPY_AT)]).collect()
+}
+
+fn put_copies(paths: &[PathBuf], copies: &[Copies]) {
+    for (path, [first, second]) in paths.iter().zip(copies) {
+        write(path, 0, first);
+        write(path, COPY_AT, second);
+    }
+}
+
+/// The last opening and the one that was begun last, as both copies of each device say.
+fn openings_of(paths: &[PathBuf]) -> Vec<(u64, u64)> {
+    let pair = |copies: Copies| {
+        assert!(copies[0] == copies[1], "the copies differ");
+        let Found::Ours(superblock) = Superblock::decode(&copies[0]) else { panic!("no superblock") };
+        (superblock.opened, superblock.opening)
+    };
+    copies_of(paths).into_iter().map(pair).collect()
+}
+
+/// The page of a superblock with other numbers.
+fn numbered(page: &[u8; PAGE], opened: u64, opening: u64) -> [u8; PAGE] {
+    let Found::Ours(superblock) = Superblock::decode(page) else { panic!("no superblock") };
+    Superblock { opened, opening, ..superblock }.encode()
+}
+
+/// That these superblocks are refused with these words, whoever asks, and that nothing is changed by it.
+fn check_refused(paths: &[PathBuf], copies: &[Copies], odd: usize, what: &str) {
+    put_copies(paths, copies);
+    let read_only = VolumeOptions { read_only: true, ..options() };
+    let looked = Volume::open(&unsized_set(paths), &read_only, &mut Records::default());
+    for said in [looked.err().expect("refused").to_string(), refused(&unsized_set(paths))] {
+        assert!(
+            said.contains(&format!("store.{odd}: it is {what} copy than the others; put back")),
+            "{said}"
+        );
+        assert!(said.contains("--format makes a new store"), "{said}");
+    }
+    assert!(copies_of(paths) == copies, "changed by a refusal");
+}
+
+#[test]
+fn each_opening_for_writing_is_counted_and_no_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let paths = three(dir.path());
+    for paths in [&paths[..], &[dir.path().join("single")]] {
+        if paths.len() == 1 {
+            open(&[(&paths[0], Some(SIZE))]).unwrap();
+        }
+        // As all that was written before openings were counted.
+        assert_eq!(openings_of(paths), vec![(0, 0); paths.len()]);
+        for number in 1..4 {
+            open(&unsized_set(paths)).unwrap();
+            assert_eq!(openings_of(paths), vec![(number, number); paths.len()]);
+        }
+        let before: Vec<_> = paths.iter().map(|path| state(path)).collect();
+        let read_only = VolumeOptions { read_only: true, ..options() };
+        drop(Volume::open(&unsized_set(paths), &read_only, &mut Records::default()).unwrap());
+        assert!(before == paths.iter().map(|path| state(path)).collect::<Vec<_>>());
+        // A damaged catalog is refused before the opening is counted.
+        let headers = [0, PAGE as u64].map(|slot| META_AT + slot);
+        headers.iter().for_each(|at| write(&paths[0], at + 20, b"?"));
+        assert!(refused(&unsized_set(paths)).contains("catalog"));
+        assert_eq!(openings_of(paths), vec![(3, 3); paths.len()]);
+    }
+}
+
+#[test]
+fn an_older_copy_of_a_device_is_refused_and_left_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let paths = three(dir.path());
+    let mut copies = vec![copies_of(&paths)];
+    for _ in 0..3 {
+        open(&unsized_set(&paths)).unwrap();
+        copies.push(copies_of(&paths));
+    }
+    let mixed = |ages: [usize; 3]| -> Vec<Copies> { (0..3).map(|at| copies[ages[at]][at]).collect() };
+    for old in 0..3 {
+        check_refused(&paths, &mixed([old, 3, 3]), 0, "an older");
+        check_refused(&paths, &mixed([3, old, 3]), 1, "an older");
+        check_refused(&paths, &mixed([3, 3, old]), 2, "an older");
+        check_refused(&paths, &mixed([3, old, old]), 0, "a newer");
+        check_refused(&paths, &mixed([old, 3, old]), 1, "a newer");
+        check_refused(&paths, &mixed([old, old, 3]), 2, "a newer");
+        // All of the same time are a store.
+        put_copies(&paths, &mixed([old, old, old]));
+        open(&unsized_set(&paths)).unwrap();
+    }
+    put_copies(&paths, &mixed([3, 3, 3]));
+    open(&unsized_set(&paths)).unwrap();
+}
+
+/// Of two paths it is the older one that is named, and of one any copy is the store as it was.
+#[test]
+fn of_two_paths_the_older_is_named_and_one_alone_is_opened() {
+    let dir = tempfile::tempdir().unwrap();
+    let paths = [dir.path().join("store.0"), dir.path().join("store.1")];
+    open(&[(&paths[0], Some(SIZE)), (&paths[1], Some(SIZE))]).unwrap();
+    let old = copies_of(&paths);
+    open(&unsized_set(&paths)).unwrap();
+    let new = copies_of(&paths);
+    check_refused(&paths, &[old[0], new[1]], 0, "an older");
+    check_refused(&paths, &[new[0], old[1]], 1, "an older");
+
+    let single = [dir.path().join("single")];
+    open(&[(&single[0], Some(SIZE))]).unwrap();
+    let old = copies_of(&single);
+    open(&unsized_set(&single)).unwrap();
+    put_copies(&single, &old);
+    open(&unsized_set(&single)).unwrap();
+}
+
+/// The writes of an opening in their order, ended after each and within each; and then again in the one that follows.
+#[test]
+fn an_opening_that_ended_between_its_writes_is_made_good_by_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let paths = three(dir.path());
+    let older = copies_of(&paths);
+    open(&unsized_set(&paths)).unwrap();
+    let before = copies_of(&paths);
+    let steps = [(1, 1, 2), (2, 1, 2), (0, 2, 2), (1, 2, 2), (2, 2, 2)];
+    let writes = steps.iter().flat_map(|&(device, opened, opening)| {
+        [1, 0].map(|slot| (device, slot, numbered(&before[device][slot], opened, opening)))
+    });
+    let (mut ended, mut now) = (vec![before.clone()], before.clone());
+    for (device, slot, page) in writes {
+        let mut torn = now.clone();
+        torn[device][slot][..512].copy_from_slice(&page[..512]);
+        now[device][slot] = page;
+        ended.extend([torn, now.clone()]);
+    }
+    open(&unsized_set(&paths)).unwrap();
+    assert!(copies_of(&paths) == now, "an opening that writes other things than this test has it write");
+    for ended in &ended {
+        // An older copy is known whenever it was.
+        for at in 0..3 {
+            let mut mixed = ended.clone();
+            mixed[at] = older[at];
+            put_copies(&paths, &mixed);
+            let said = refused(&unsized_set(&paths));
+            assert!(said.contains(&format!("store.{at}: it is an older copy than the others")), "{said}");
+        }
+        put_copies(&paths, ended);
+        assert!(!open(&unsized_set(&paths)).unwrap().fresh);
+        let openings = openings_of(&paths);
+        assert!(openings[0].0 >= 2 && openings.iter().all(|pair| *pair == (openings[0].0, openings[0].0)));
+        // What was copied after that end, and put back now.
+        let after = copies_of(&paths);
+        for at in 0..3 {
+            let mut mixed = after.clone();
+            mixed[at] = ended[at];
+            put_copies(&paths, &mixed);
+            assert!(refused(&unsized_set(&paths)).contains("an older copy"), "device {at}");
+        }
+    }
+}
+
 /// A number that means something, or any.
 fn number() -> impl Strategy<Value = u64> {
     prop_oneof![
@@ -208,7 +385,7 @@ proptest! {
     /// A right checksum says nothing about who wrote it.
     #[test]
     fn any_superblock_is_opened_or_refused(
-        changes in proptest::collection::vec((0..6usize, number()), 1..4),
+        changes in proptest::collection::vec((0..8usize, number()), 1..4),
         headers in proptest::collection::vec((0..2u64, 0..4usize, number()), 0..3),
     ) {
         let dir = tempfile::tempdir().unwrap();
@@ -227,6 +404,8 @@ proptest! {
                 2 => superblock.meta_len = value,
                 3 => superblock.data_start = value,
                 4 => superblock.files_max = value,
+                5 => superblock.opened = value,
+                6 => superblock.opening = value,
                 _ => superblock.devices = value as u32,
             }
         }
