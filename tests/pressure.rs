@@ -559,7 +559,7 @@ fn a_file_that_fills_the_device_can_be_cut_anywhere() {
     if memory_only() {
         return;
     }
-    let mount = Mount::with(Options::new(64, 160).arg("--evict").arg("none"));
+    let mount = Mount::with(Options { stripes: Some(1), ..Options::new(64, 160) }.arg("--evict").arg("none"));
     let piece = bytes(3, MIB);
     for fsynced in [false, true] {
         for cut in [5, MIB as u64 + 5, (20 << 20) + 4096, (60 << 20) + 7, u64::MAX] {
@@ -592,7 +592,7 @@ fn a_file_that_fills_the_device_can_be_written_again() {
     if memory_only() {
         return;
     }
-    let mount = Mount::with(Options::new(64, 160).arg("--evict").arg("none"));
+    let mount = Mount::with(Options { stripes: Some(1), ..Options::new(64, 160) }.arg("--evict").arg("none"));
     let (file, end) = fill_the_device(&mount, "f");
     file.set_len(end).unwrap();
     let other = bytes(4, MIB);

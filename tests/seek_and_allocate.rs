@@ -116,7 +116,8 @@ fn allocating_keeps_to_its_modes() {
 /// A range that could never be had was written with zeros, and others left for it, until there was no more room.
 #[test]
 fn what_can_never_be_allocated_changes_nothing() {
-    let mount = Mount::with(Options::new(64, if memory_only() { 0 } else { 160 }));
+    let mount =
+        Mount::with(Options { stripes: Some(1), ..Options::new(64, if memory_only() { 0 } else { 160 }) });
     fs::write(mount.at("other"), bytes(1, 1 << 20)).unwrap();
     let file = read_write(&mount, "f");
     file.write_all_at(b"12345", 0).unwrap();
