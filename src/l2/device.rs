@@ -8,12 +8,12 @@
 #![allow(unsafe_code, reason = "statx has no safe wrapper")]
 
 use std::fmt;
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -28,6 +28,10 @@ use super::{Class, Direction, Engine, EngineOptions, Io, MAGIC, Target, Threads,
 use crate::config::L2_MIN;
 use crate::memory::{PAGE, Span};
 use crate::units::Bytes;
+
+mod exclusive;
+
+use exclusive::{Opened, open_exclusively};
 
 /// Which engine to use.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -288,59 +292,6 @@ impl Drop for Device {
         self.engine.stop();
         self.made.take().into_iter().for_each(Made::keep);
     }
-}
-
-struct Opened {
-    file: File,
-    is_block: bool,
-    is_new: bool,
-}
-
-fn open_exclusively(path: &Path, may_create: bool) -> Result<Opened, Cause> {
-    let kind = match fs::metadata(path) {
-        Ok(found) => Some(found.file_type()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound && may_create => None,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Cause::Missing),
-        Err(error) => return Err(Cause::step("looking at it")(error)),
-    };
-    let is_block = kind.is_some_and(|kind| kind.is_block_device());
-    if kind.is_some_and(|kind| !kind.is_file() && !kind.is_block_device()) {
-        return Err(Cause::WrongKind);
-    }
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).mode(0o600);
-    if is_block {
-        options.custom_flags(libc::O_EXCL); // without O_CREAT: exclusive against mounts and other O_EXCL openers
-    } else if kind.is_none() {
-        options.create_new(true);
-    }
-    let file = options.open(path).map_err(|error| match error.raw_os_error() {
-        Some(libc::EBUSY) => Cause::Mounted,
-        Some(libc::EEXIST) if path.is_symlink() => Cause::LeadsNowhere,
-        Some(libc::EEXIST) => Cause::InUse(None), // somebody else made it a moment ago
-        _ => Cause::step("opening it")(error),
-    })?;
-    file.try_lock().map_err(|error| match error {
-        TryLockError::WouldBlock => Cause::InUse(holder(&file)),
-        TryLockError::Error(error) => Cause::step("locking it")(error),
-    })?;
-    Ok(Opened { file, is_block, is_new: kind.is_none() })
-}
-
-/// The process that has locked the file, and its name, as /proc/locks tells it:
-/// `1: FLOCK  ADVISORY  WRITE 708 00:2f:13 0 EOF`, with the device in hexadecimal and the inode in decimal.
-fn holder(file: &File) -> Option<(i32, String)> {
-    let meta = file.metadata().ok()?;
-    let (major, minor) = (nix::sys::stat::major(meta.dev()), nix::sys::stat::minor(meta.dev()));
-    let wanted = format!("{major:02x}:{minor:02x}:{}", meta.ino());
-    let locks = fs::read_to_string("/proc/locks").ok()?;
-    let pid = locks.lines().find_map(|line| {
-        let fields: Vec<_> = line.split_whitespace().collect();
-        let at = fields.iter().position(|field| *field == "FLOCK")?;
-        (fields.get(at + 4) == Some(&wanted.as_str())).then(|| fields[at + 3].parse().ok())?
-    })?;
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
-    Some((pid, name.trim_end().to_owned()))
 }
 
 /// How many bytes are to be used, and how many are there. A store that is made anew gets the size that is asked for.

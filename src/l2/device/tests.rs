@@ -85,6 +85,20 @@ fn one_daemon_at_a_time() {
     Device::open(&path, &sized(MIB)).unwrap();
 }
 
+/// As after a kill, when the kernel has not yet taken down the io_uring of a process that is gone.
+#[test]
+fn a_lock_that_outlives_its_process_is_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    drop(Device::open(&path, &sized(MIB)).unwrap());
+    // flock ends; who inherits the open file holds what it locked.
+    let script = "exec 9<>\"$0\"; flock 9; sleep 1 9<&9 >/dev/null & echo";
+    let locked = Command::new("sh").args(["-c", script]).arg(&path).output().unwrap();
+    assert!(locked.status.success(), "{locked:?}");
+    assert!(File::open(&path).unwrap().try_lock().is_err());
+    Device::open(&path, &sized(MIB)).unwrap();
+}
+
 #[test]
 fn the_alignment_is_what_statx_says() {
     let folder = tempfile::tempdir().unwrap();
