@@ -527,10 +527,20 @@ fn raise_file_size(config: &Config, slab_bytes_max: u64) -> Result<()> {
 
 /// Raises the limit of descriptors as far as allowed, and says how many slabs that leaves room for.
 fn raise_limits(notes: &mut Vec<String>) -> usize {
-    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
     if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_MEMLOCK) {
         // What cannot be raised shows when L1 is locked.
         let _ = setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard);
+    }
+    if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_AS)
+        && hard != RLIM_INFINITY
+        && setrlimit(Resource::RLIMIT_AS, RLIM_INFINITY, RLIM_INFINITY).is_err()
+    {
+        let _ = setrlimit(Resource::RLIMIT_AS, hard, hard);
+        notes.push(format!(
+            "more than {} of address space: where that is not enough for L1, writes fail; raise it (ulimit -v, LimitAS=)",
+            Bytes(hard).approx()
+        ));
     }
     let mut files = 1024;
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {

@@ -394,6 +394,19 @@ fn a_limit_of_file_sizes_that_is_too_small_is_said_before_it_is_met() {
     }
 }
 
+#[test]
+fn a_limit_of_address_space_is_said() {
+    let mut args = vec!["mount", "--l1=64MiB", "--lock=false", "--log-level=warn"];
+    if !memory_only() {
+        args.push("--l2=l2/store:128MiB");
+    }
+    let mut mount = Nobodys::spawn_by(&["prlimit", "--as=8589934592"], &args);
+    mount.wait_mounted();
+    let status = String::from_utf8(mount.read(".ctl/status").unwrap()).unwrap();
+    assert!(status.contains("without: more than 8GiB of address space"), "{status}");
+    assert!(mount.log().contains("ulimit -v"), "{}", mount.log());
+}
+
 /// The signal that comes with it, SIGXFSZ, would.
 #[test]
 fn a_limit_of_file_sizes_that_is_set_later_ends_no_daemon() {

@@ -22,7 +22,7 @@ use crate::control::{Control, Opened as OpenedControl};
 use crate::store::attr::{Attr, Change, Entry, NAME_MAX};
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
-use crate::store::{Answer, Caller, Handle, Opened, Store, UnitReply};
+use crate::store::{Answer, Caller, Handle, Opened, Store, UnitReply, WriteReply};
 
 /// Largest write and read in one request.
 const TRANSFER_MAX: u32 = 1 << 20;
@@ -441,13 +441,13 @@ impl Filesystem for KvFs {
 
     fn write(
         &self,
-        _req: &Request,
+        req: &Request,
         _ino: INodeNo,
         fh: FileHandle,
         offset: u64,
         data: &[u8],
         write_flags: WriteFlags,
-        _flags: OpenFlags,
+        flags: OpenFlags,
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
@@ -456,15 +456,30 @@ impl Filesystem for KvFs {
                 if write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) {
                     self.store.drop_privileges(&handle);
                 }
-                self.store.write(
-                    &handle,
-                    offset,
-                    data,
-                    Box::new(move |result| match result {
-                        Ok(len) => reply.written(len),
-                        Err(errno) => reply.error(fuse_errno(errno)),
-                    }),
-                );
+                let answer = |reply: ReplyWrite, result| match result {
+                    Ok(len) => reply.written(len),
+                    Err(errno) => reply.error(fuse_errno(errno)),
+                };
+                // Of a mapping: it says nothing of who wrote, and msync asks for durability by itself.
+                let written_back = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+                let durable = !written_back && flags.0 & libc::O_DSYNC != 0;
+                if !written_back {
+                    self.store.take_over(&handle, &caller(req));
+                }
+                let (store, file) = (self.store.clone(), handle.clone());
+                let written: WriteReply = Box::new(move |result| {
+                    if written_back {
+                        store.written_back(&file);
+                    }
+                    match result {
+                        Ok(len) if durable => store.fsync_visible(
+                            &file,
+                            Box::new(move |result: Result<(), Errno>| answer(reply, result.map(|()| len))),
+                        ),
+                        result => answer(reply, result),
+                    }
+                });
+                self.store.write(&handle, offset, data, written);
             }
             Some(Open::Control(_)) => reply.error(FuseErrno::EPERM),
             None => reply.error(FuseErrno::EBADF),

@@ -110,6 +110,15 @@ impl Block {
     }
 }
 
+/// Why a private file will never be published.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Doom {
+    /// Who wrote it was killed by a signal before closing it. Somebody who has it, too, may go on with it.
+    Killed,
+    /// It could not be stored.
+    NotStored,
+}
+
 /// What is known of whoever created a private file.
 #[derive(Debug)]
 pub struct Private {
@@ -135,8 +144,8 @@ pub struct Private {
     pub outdated: u64,
     /// A lookup has waited for its RELEASE in vain: what was closed is taken for a duplicate, until the next close.
     pub waited: bool,
-    /// The creating process was killed by a signal before it closed.
-    pub killed: bool,
+    /// Why it is given up, and not published, when it is closed.
+    pub doom: Option<Doom>,
     /// It was opened by whom it was made for.
     pub opened: bool,
     /// From the first to the last byte that a failed write did not bring, as far as no later one has.

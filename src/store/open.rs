@@ -14,6 +14,7 @@
 //! finds a file opens it where it stands.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -21,11 +22,11 @@ use nix::errno::Errno;
 use super::again::{Expected, Intent};
 use super::attr::Entry;
 use super::core::{Alias, Core, now};
-use super::hot::{Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
+use super::hot::{Doom, Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
 use super::lists::Droppable;
 use super::names::check_name;
 use super::node::{ALIAS_BASE, DURABLE, Detail, Idx, Kind, LOST, MOVED, NAMED, NO_INO, NONE, NodeId, SLOT};
-use super::process::{Caller, dying_of, process_of};
+use super::process::{Caller, dying_of, is_there, process_of};
 use super::{Answer, EntryReply, Store};
 use crate::l1::Slab;
 
@@ -44,6 +45,8 @@ pub struct Handle {
     pub uncached: bool,
     /// The process that made the file, if it was made private.
     pub maker: u32,
+    /// That was killed, and somebody else has the handle, too.
+    orphaned: AtomicBool,
 }
 
 /// How a file was opened.
@@ -169,7 +172,7 @@ impl Core {
             closed: 0,
             outdated: 0,
             waited: false,
-            killed: false,
+            doom: None,
             opened: false,
             lacks: None,
         };
@@ -269,7 +272,9 @@ impl Core {
             Some(opened) => opened.handles += 1,
             None => hot.opened.push(OpenedIno { ino, mode, handles: 1 }),
         }
-        let writer = writes(flags);
+        // Whoever makes a version has it in the making, also one that can only be read: a lock or a marker file.
+        let makes = hot.private().is_some_and(|private| !private.opened);
+        let writer = writes(flags) || makes;
         hot.writers += u32::from(writer);
         if let Some(private) = hot.private_mut() {
             private.flushed = false;
@@ -286,7 +291,8 @@ impl Core {
         } else {
             self.counters.opens_direct += 1;
         }
-        Handle { id, ino, writer, mode, uncached: flags & libc::O_DIRECT != 0, maker }
+        let uncached = flags & libc::O_DIRECT != 0;
+        Handle { id, ino, writer, mode, uncached, maker, orphaned: AtomicBool::new(false) }
     }
 
     /// A version that shows `old`'s bytes until it is written to, in `old`'s place.
@@ -749,19 +755,29 @@ impl Store {
         });
     }
 
+    fn private_of<R>(&self, handle: &Handle, look: impl FnOnce(&Hot, &Private) -> R) -> Option<R> {
+        let core = self.lock();
+        let hot = core.hot(core.by_id(handle.id)?)?;
+        hot.private().map(|private| look(hot, private))
+    }
+
+    fn doom(self: &Arc<Self>, handle: &Handle) {
+        handle.orphaned.store(true, Ordering::Relaxed);
+        self.with(|core| {
+            let Some(idx) = core.by_id(handle.id) else { return };
+            if let Some(private) = core.hot_mut(idx).private_mut() {
+                private.doom = private.doom.or(Some(Doom::Killed));
+            }
+        });
+    }
+
     /// A descriptor of the file was closed. Whether that was its maker dying shows only now.
     pub fn flush(self: &Arc<Self>, handle: &Handle, caller: &Caller) {
         if !handle.writer {
             return;
         }
-        let is_private = |core: &Core| {
-            core.by_id(handle.id).and_then(|idx| core.hot(idx)).is_some_and(|hot| hot.private().is_some())
-        };
-        if !is_private(&self.lock()) {
-            return;
-        }
-        let killed =
-            dying_of(caller.tid).is_some() && handle.maker != 0 && process_of(caller.tid) == handle.maker;
+        let Some(maker) = self.private_of(handle, |_, private| private.tgid) else { return };
+        let killed = dying_of(caller.tid).is_some() && maker != 0 && process_of(caller.tid) == maker;
         self.with(|core| {
             let Some(idx) = core.by_id(handle.id) else { return };
             core.closes += 1;
@@ -771,9 +787,48 @@ impl Store {
                 // Another close, which may be the last: it is waited for like the first.
                 private.waited = false;
                 private.closed = closed;
-                private.killed |= killed;
             }
         });
+        if killed {
+            self.doom(handle);
+        }
+    }
+
+    /// `caller` writes to a file whose maker was killed: it is that one's file now, and its close publishes it.
+    pub fn take_over(self: &Arc<Self>, handle: &Handle, caller: &Caller) {
+        if !handle.orphaned.load(Ordering::Relaxed) {
+            return;
+        }
+        let writer = process_of(caller.tid);
+        self.with(|core| {
+            let Some(idx) = core.by_id(handle.id) else { return };
+            let Some(private) = core.hot_mut(idx).private_mut() else { return };
+            if private.doom == Some(Doom::Killed) && writer != 0 {
+                private.doom = None;
+                private.tgid = writer;
+                handle.orphaned.store(false, Ordering::Relaxed);
+            }
+        });
+    }
+
+    /// Bytes of a mapping were written back. A process that dies has this done before its mappings go, and waits for it:
+    /// if it had closed the file before, nothing else tells that it was killed.
+    pub fn written_back(self: &Arc<Self>, handle: &Handle) {
+        let maker = self.private_of(handle, |_, private| private.tgid);
+        if maker.is_some_and(|maker| dying_of(maker).is_some()) {
+            self.doom(handle);
+        }
+    }
+
+    /// Whether the version goes with this handle and its maker did not close it, nor ended in a way that would.
+    fn is_abandoned(&self, handle: &Handle) -> bool {
+        let unclosed = self.private_of(handle, |hot, private| {
+            (hot.writers == 1 && !private.flushed).then_some((private.tgid, private.closed > 0))
+        });
+        let Some((maker @ 1.., was_closed)) = unclosed.flatten() else { return false };
+        // Every process that ends closes its descriptors first. What comes here has been kept by something else, an io_uring
+        // or a mapping: of a mapping it is known already how its process ended ([`Store::written_back`]).
+        dying_of(maker).is_some() || (!was_closed && !is_there(maker))
     }
 
     /// The other inode numbers need nobody to remember them.
@@ -784,6 +839,9 @@ impl Store {
     }
 
     pub fn release(self: &Arc<Self>, handle: &Handle) {
+        if handle.writer && self.is_abandoned(handle) {
+            self.doom(handle);
+        }
         self.with(|core| core.release(handle));
     }
 }

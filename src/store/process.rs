@@ -50,6 +50,11 @@ pub fn is_thread_of(tid: u32, tgid: u32) -> bool {
     tid != 0 && tgid != 0 && (tid == tgid || fs::metadata(format!("/proc/{tgid}/task/{tid}")).is_ok())
 }
 
+/// Whether there is such a process, if only as one that nobody has waited for yet.
+pub fn is_there(tgid: u32) -> bool {
+    fs::exists(format!("/proc/{tgid}")).unwrap_or(true)
+}
+
 /// The kernel's flag in `/proc/PID/stat` for a task that is exiting (PF_EXITING).
 const EXITING: u64 = 4;
 

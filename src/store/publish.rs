@@ -5,7 +5,7 @@ use std::sync::Arc;
 use nix::errno::Errno;
 
 use super::core::Core;
-use super::hot::{BLOCK, BlockIo, Hot, Mem, Phase, WriteBack, block_len, blocks_for};
+use super::hot::{BLOCK, BlockIo, Doom, Hot, Mem, Phase, WriteBack, block_len, blocks_for};
 use super::node::{DURABLE, Idx, Kind, LOST, META_DIRTY, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
 use super::patience::Once;
@@ -21,8 +21,12 @@ impl Core {
     pub fn complete(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx) else { return };
         match &hot.phase {
-            Phase::Private(private) if private.killed => {
-                self.discard(idx, Some("its writer was killed before it closed the file"));
+            Phase::Private(private) if private.doom.is_some() => {
+                let why = match private.doom {
+                    Some(Doom::NotStored) => "a part of it could not be stored",
+                    _ => "its writer was killed before it closed the file",
+                };
+                self.discard(idx, Some(why));
             }
             Phase::Private(private) if private.lacks.is_some() => {
                 self.discard(idx, Some("a write to it failed, so it is not whole"));
@@ -137,7 +141,10 @@ impl Core {
     /// before then takes its place, though its RELEASE may come later.
     pub fn show_early(&mut self, idx: Idx) {
         let waits = self.hot(idx).and_then(|hot| hot.private()).is_some_and(|private| {
-            private.parent != NONE && !private.killed && private.lacks.is_none() && !self.node(idx).has(LOST)
+            private.parent != NONE
+                && private.doom.is_none()
+                && private.lacks.is_none()
+                && !self.node(idx).has(LOST)
         });
         if waits && self.show(idx, self.closes) {
             self.answer_lookups(idx);
@@ -509,6 +516,18 @@ impl Store {
     /// Replies when what the file holds now is durable, or cannot be.
     pub fn fsync(self: &Arc<Self>, handle: &Handle, reply: UnitReply) {
         self.with(|core| {
+            core.fsync(handle.id, reply);
+        });
+    }
+
+    /// What a write with O_DSYNC asks for. A private file stays as it is: nobody could find it after a crash anyway.
+    pub fn fsync_visible(self: &Arc<Self>, handle: &Handle, reply: UnitReply) {
+        self.with(|core| {
+            let private =
+                core.by_id(handle.id).and_then(|idx| core.hot(idx)?.private().map(|_| ())).is_some();
+            if private {
+                return core.reply(move || reply(Ok(())));
+            }
             core.fsync(handle.id, reply);
         });
     }

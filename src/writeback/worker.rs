@@ -14,7 +14,7 @@ use crate::l2::{Class, Direction, Io};
 use crate::memory::{AlignedBuf, Span};
 use crate::store::Store;
 use crate::store::core::Core;
-use crate::store::hot::{BLOCK, BlockIo, Place, WriteBack, block_len, blocks_for};
+use crate::store::hot::{BLOCK, BlockIo, Doom, Place, WriteBack, block_len, blocks_for};
 use crate::store::node::{DURABLE, Idx, LOST, NodeId};
 use crate::store::promote::crc_of;
 
@@ -341,7 +341,7 @@ impl Core {
         let hot = self.hot_mut(idx);
         hot.failed = true;
         if let Some(private) = hot.private_mut() {
-            private.killed = true;
+            private.doom = Some(Doom::NotStored);
         }
         let waiting = std::mem::take(&mut hot.fsyncs);
         let queued = hot.write_back;
