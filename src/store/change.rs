@@ -125,7 +125,7 @@ impl Core {
         self.lengthen_record(idx, end)?;
         self.one_at_a_time(idx)?;
         self.unseal(idx)?;
-        self.copy_base(idx, u64::MAX)?;
+        self.copy_base(idx)?;
         self.extend_tail(idx, end)?;
         let size = self.node(idx).size;
         let new_size = size.max(end);

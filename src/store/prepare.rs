@@ -64,8 +64,16 @@ impl Core {
         Ok(())
     }
 
-    /// Gives a copy-on-write version bytes of its own, up to `keep`.
-    pub fn copy_base(&mut self, idx: Idx, keep: u64) -> Result<(), Stop> {
+    /// Gives a copy-on-write version bytes of its own.
+    pub fn copy_base(&mut self, idx: Idx) -> Result<(), Stop> {
+        self.copy_from_base(idx, u64::MAX)?;
+        self.drop_base(idx);
+        Ok(())
+    }
+
+    /// The same up to `keep`, for a version that is to be cut there: it shows the other's bytes until
+    /// [`Core::drop_base`], since what else the cut needs may not be there yet.
+    pub fn copy_from_base(&mut self, idx: Idx, keep: u64) -> Result<(), Stop> {
         let Some(base_id) = self.hot_mut(idx).base else { return Ok(()) };
         let Some(base) = self.by_id(base_id) else {
             self.hot_mut(idx).base = None;
@@ -108,7 +116,6 @@ impl Core {
             }
             hot.rewritten(index..=index);
         }
-        self.drop_base(idx);
         Ok(())
     }
 

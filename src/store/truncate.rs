@@ -176,8 +176,8 @@ impl Core {
         if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
             return Err(Stop::Load);
         }
-        self.copy_base(idx, size)?;
         if size < old {
+            self.copy_from_base(idx, size)?;
             let tail = (size / BLOCK) as usize;
             if !size.is_multiple_of(BLOCK) && !self.is_hole(idx, tail) {
                 let len = block_len(size, tail);
@@ -194,8 +194,11 @@ impl Core {
                 }
                 hot.rewritten(tail..=tail);
             }
+            // Nothing is missing any more.
+            self.drop_base(idx);
             self.cut(idx, size);
         } else {
+            self.copy_base(idx)?;
             self.extend_tail(idx, size)?;
         }
         self.resize_noted(idx, size);
@@ -217,7 +220,7 @@ impl Core {
         self.one_at_a_time(idx)?;
         // Between two passes it can have been closed, and be read.
         self.unseal(idx)?;
-        self.copy_base(idx, u64::MAX)?;
+        self.copy_base(idx)?;
         let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
         let hot = self.hot_mut(idx);
         let (first, last) = range.whole_blocks();
@@ -266,7 +269,7 @@ impl Core {
         self.wait_in_turn(queued)?;
         self.one_at_a_time(idx)?;
         self.unseal(idx)?;
-        self.copy_base(idx, u64::MAX)?;
+        self.copy_base(idx)?;
         let (first, last) = range.whole_blocks();
         let within = end.min(size);
         let mut edges: SmallVec<[usize; 2]> = SmallVec::new();

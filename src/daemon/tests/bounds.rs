@@ -731,3 +731,41 @@ fn a_file_from_the_future_leaves_like_any_other() {
     }
     rig.ends();
 }
+
+/// What a file was made of by copy-on-write was let go before all was there that its cut needed: when that failed, the
+/// file had its old length and zeros in place of what had not been copied.
+#[test]
+fn a_cut_that_fails_leaves_a_copy_on_write_version_all_its_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let content = vec![7; 4 * MIB];
+    rig.stored("file", &content);
+    rig.store().with(|core| {
+        core.settings.dirty_limit_pages = 512;
+        core.settings.request_deadline = Duration::from_millis(300);
+    });
+    let ino = rig.find("file").unwrap();
+    assert_eq!(rig.store().open(ino, libc::O_RDWR, &Rig::caller()).err(), Some(Errno::ESTALE));
+    let ino = rig.find("file").unwrap();
+    let handle = rig.store().open(ino, libc::O_RDWR, &Rig::caller()).unwrap().handle;
+    // Half of it is copied before there is no credit for more.
+    rig.faults.hold(Class::WriteBack);
+    assert_eq!(answer(&rig.put(&handle, 0, b"x"), "a write"), Err(Errno::EIO));
+    rig.faults.release(Class::WriteBack);
+    rig.wait(|| rig.store().snapshot().dirty_bytes == 0);
+    rig.empty_l1();
+    rig.faults.hold(Class::Demand);
+    let (tell, told) = channel();
+    let reply = Box::new(move |result: Result<crate::store::Attr, Errno>| {
+        let _ = tell.send(result.map(|_| ()));
+    });
+    let size = MIB as u64 + 5;
+    rig.store().truncate(handle.ino, true, size, Default::default(), &Rig::caller(), reply);
+    assert_eq!(answer(&told, "a truncation"), Err(Errno::EIO));
+    rig.faults.release(Class::Demand);
+    assert!(answer(&rig.ask(&handle, 0, 4 * MIB), "a read") == Ok(content.clone()), "it is as it was");
+    rig.store().release(&handle);
+    rig.drained();
+    assert!(rig.read(rig.find("file").unwrap(), 4 * MIB) == Ok(content));
+    rig.ends();
+}
