@@ -769,3 +769,39 @@ fn a_cut_that_fails_leaves_a_copy_on_write_version_all_its_bytes() {
     assert!(rig.read(rig.find("file").unwrap(), 4 * MIB) == Ok(content));
     rig.ends();
 }
+
+/// A block that was to be overwritten as a whole counted as one of zeros as soon as there was memory for that, also if
+/// there was then no room for the next one: what the file had there could not be seen any more, or was changed to zeros.
+#[test]
+fn a_write_that_fails_leaves_blocks_that_are_not_in_l1_as_they_were() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start_with(dir.path(), "64MiB,evict=none", faulty);
+    let block = 256 << 10;
+    let content: Vec<u8> = (0..2 * MIB).map(|at| (at / 4096 % 250) as u8 + 1).collect();
+    let handle = rig.open_new("file", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &content), "a write"), Ok(2 * MIB as u32));
+    let (tell, told) = channel();
+    rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(answer(&told, "fsync"), Ok(()));
+    rig.empty_l1();
+    // Others set room aside, until there is some for one block alone.
+    let taken = rig.store().with(|core| {
+        let space = core.space.on(0);
+        let taken = space.free() - 64;
+        space.reserved += taken;
+        taken
+    });
+    assert_eq!(answer(&rig.put(&handle, 0, &vec![0xff; 2 * block]), "a write"), Err(Errno::ENOSPC));
+    assert!(answer(&rig.ask(&handle, 0, 2 * MIB), "a read") == Ok(content.clone()), "it is as it was");
+    rig.empty_l1();
+    assert_eq!(answer(&rig.put(&handle, 0, &vec![0xff; 2 * block]), "a write"), Err(Errno::ENOSPC));
+    // This block has what it takes.
+    assert_eq!(answer(&rig.put(&handle, 100, &[0xee; 10]), "a write"), Ok(10));
+    rig.store().with(|core| core.space.on(0).reserved -= taken);
+    let mut content = content;
+    content[100..110].fill(0xee);
+    rig.store().release(&handle);
+    rig.drained();
+    assert!(rig.read(rig.find("file").unwrap(), 2 * MIB) == Ok(content));
+    rig.ends();
+}
