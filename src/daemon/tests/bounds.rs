@@ -805,3 +805,53 @@ fn a_write_that_fails_leaves_blocks_that_are_not_in_l1_as_they_were() {
     assert!(rig.read(rig.find("file").unwrap(), 2 * MIB) == Ok(content));
     rig.ends();
 }
+
+/// What was read from where a block had been was taken for that block's, though it had been given up meanwhile and the
+/// place was another file's: a hole could not be read any more, and a file that is not a slot file was lost for it.
+#[test]
+fn a_read_that_a_hole_or_a_cut_overtakes_says_nothing_of_the_file() {
+    for (slot, cut) in [(true, false), (false, false), (true, true), (false, true)] {
+        let what = format!("slot {slot}, cut {cut}");
+        let dir = tempfile::tempdir().unwrap();
+        let rig = striped(dir.path(), 64, "");
+        let posix = rig.store().mkdir(ROOT_INO, b"posix", 0o755, &Rig::caller()).unwrap().attr.ino;
+        rig.store().setxattr(posix, b"user.kv.publish", b"posix", 0).unwrap();
+        let flags = libc::O_RDWR | libc::O_CREAT | if slot { 0 } else { libc::O_EXCL };
+        let made = rig.store().create(posix, b"file", 0o644, flags, &Rig::caller());
+        let handle = made.unwrap().1.handle;
+        assert_eq!(answer(&rig.put(&handle, 0, &vec![1; 2 * MIB]), "a write"), Ok(2 * MIB as u32));
+        rig.store().release(&handle);
+        rig.drained();
+        let device = || rig.store().lock().node(handle.id.idx()).device;
+        assert_eq!(device(), 1, "the one whose reads are held, without the catalog");
+        rig.empty_l1();
+        let ino = rig.find_in(posix, "file").unwrap();
+        let open = |flags| rig.store().open(ino, flags, &Rig::caller()).unwrap().handle;
+        let (reader, writer) = (open(libc::O_RDONLY | libc::O_DIRECT), open(libc::O_RDWR));
+        rig.faults.hold(Class::Demand);
+        let read = rig.ask(&reader, MIB as u64, MIB);
+        if cut {
+            rig.truncate(&writer, MIB as u64);
+            rig.truncate(&writer, 2 * MIB as u64);
+        } else {
+            let mode = libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE;
+            let (tell, told) = channel();
+            let reply = Box::new(move |result| tell.send(result).unwrap());
+            rig.store().fallocate(&writer, MIB as u64, MIB as u64, mode, reply);
+            assert_eq!(answer(&told, "a hole"), Ok(()));
+        }
+        rig.store().release(&writer);
+        rig.drained();
+        rig.stored("other", &vec![2; MIB]);
+        rig.faults.release(Class::Demand);
+        let read = answer(&read, "a read").unwrap_or_else(|errno| panic!("{what}: {errno}"));
+        assert!([0, 1].iter().any(|byte| read == vec![*byte; MIB]), "{what}");
+        rig.store().release(&reader);
+        assert_eq!(rig.find_in(posix, "file"), Ok(ino), "{what}");
+        let mut now = vec![1; 2 * MIB];
+        now[MIB..].fill(0);
+        assert!(rig.read(ino, 2 * MIB) == Ok(now), "{what}");
+        assert_eq!(rig.store().snapshot().counters.crc_errors, 0, "{what}");
+        rig.ends();
+    }
+}
