@@ -226,9 +226,7 @@ impl Core {
         let (first, last) = range.whole_blocks();
         let last = last.min(hot.blocks.len());
         let first = first.min(last);
-        if hot.blocks[first..last].iter().any(Block::is_loading) {
-            return Err(Stop::Load);
-        }
+        // What is on its way from the device finds its block gone.
         let left: Vec<usize> = (first..last).filter(|&index| !hot.blocks[index].is_nothing()).collect();
         let mut gone = Vec::new();
         for &index in left.iter().take(ZEROED_A_PASS) {

@@ -855,3 +855,41 @@ fn a_read_that_a_hole_or_a_cut_overtakes_says_nothing_of_the_file() {
         rig.ends();
     }
 }
+
+/// A hole waited for what somebody was reading there with its edges zeroed already, and when that did not come it was
+/// refused.
+#[test]
+fn a_hole_does_not_wait_for_what_it_takes_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let content = vec![7; MIB];
+    let handle = rig.open_new("file", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &content), "a write"), Ok(MIB as u32));
+    let (tell, told) = channel();
+    rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(answer(&told, "fsync"), Ok(()));
+    rig.empty_l1();
+    let (block, edge) = (256 << 10, 1000);
+    // The edge is in L1.
+    assert_eq!(answer(&rig.ask(&handle, 0, 10), "a read"), Ok(vec![7; 10]));
+    rig.store().with(|core| core.settings.request_deadline = Duration::from_millis(300));
+    rig.faults.hold(Class::Demand);
+    let read = rig.ask(&handle, block, 10);
+    let mode = libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE;
+    let (tell, told) = channel();
+    let reply = Box::new(move |result| tell.send(result).unwrap());
+    rig.store().fallocate(&handle, edge, 3 * block - edge, mode, reply);
+    let punched = answer(&told, "a hole");
+    rig.faults.release(Class::Demand);
+    let mut now = content;
+    if punched.is_ok() {
+        now[edge as usize..3 * block as usize].fill(0);
+    }
+    assert!(answer(&rig.ask(&handle, 0, MIB), "a read") == Ok(now), "{punched:?}");
+    let read = answer(&read, "a read");
+    assert!(matches!(read, Ok(_) | Err(Errno::EIO)), "{read:?}");
+    assert_eq!(punched, Ok(()));
+    rig.store().release(&handle);
+    rig.drained();
+    rig.ends();
+}
