@@ -477,7 +477,7 @@ impl Store {
                     }
                 }
             }
-            Change::Extend { size, reply } => match self.tried(|core| core.truncate(id, size)) {
+            Change::Extend { size, reply } => match self.tried(|core| core.extend(id, size)) {
                 Tried::Done(result) => reply(result),
                 Tried::Wait { loading } => return Some((Change::Extend { size, reply }, loading)),
             },

@@ -209,6 +209,12 @@ impl Core {
         Ok(())
     }
 
+    /// Makes a file as long as that, unless it is longer. Somebody may have written behind the end since that was asked.
+    pub fn extend(&mut self, id: NodeId, size: u64) -> Result<(), Stop> {
+        let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        if size <= self.node(idx).size { Ok(()) } else { self.truncate(id, size) }
+    }
+
     /// Has a range read as zeros. `begun` says how far that has come: first, in one step, comes all that can fail and all
     /// that is not in whole blocks; then these become holes, a few at a time. So what is refused has changed nothing.
     pub fn zero(&mut self, id: NodeId, range: &Zero, begun: &mut bool, queued: bool) -> Result<(), Stop> {

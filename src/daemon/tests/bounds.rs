@@ -893,3 +893,26 @@ fn a_hole_does_not_wait_for_what_it_takes_away() {
     rig.drained();
     rig.ends();
 }
+
+/// A file was cut to the length that an fallocate had asked for, if somebody wrote behind that while it waited.
+#[test]
+fn an_fallocate_that_had_to_wait_takes_nothing_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let handle = rig.open_new("slot", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &[1; 4096]), "a write"), Ok(4096));
+    let idx = handle.id.idx();
+    // A write that goes on until the test ends it.
+    rig.store().lock().hot_mut(idx).writing = true;
+    let (tell, told) = channel();
+    rig.store().fallocate(&handle, 0, 8192, 0, Box::new(move |result| tell.send(result).unwrap()));
+    assert!(told.try_recv().is_err(), "it waits");
+    rig.store().lock().hot_mut(idx).writing = false;
+    let bytes = vec![2; MIB];
+    assert_eq!(answer(&rig.put(&handle, 0, &bytes), "a write"), Ok(MIB as u32));
+    assert_eq!(answer(&told, "an fallocate"), Ok(()));
+    assert!(answer(&rig.ask(&handle, 0, 2 * MIB), "a read") == Ok(bytes));
+    rig.store().release(&handle);
+    rig.drained();
+    rig.ends();
+}
