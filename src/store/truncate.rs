@@ -251,6 +251,8 @@ impl Core {
             self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
         }
+        // A hole at the end counts for the length, which what was not stored before did not.
+        self.changed(idx);
         if left.len() > ZEROED_A_PASS {
             return Err(Stop::Again);
         }

@@ -916,3 +916,42 @@ fn an_fallocate_that_had_to_wait_takes_nothing_away() {
     rig.drained();
     rig.ends();
 }
+
+/// What a durable file had grown by and what had been spilled of that was taken for durable: nothing was dirty any more, and
+/// nothing said that the record is older.
+#[test]
+fn an_fsync_stores_the_record_of_what_was_spilled() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    for name in ["closed", "shared"] {
+        let flags = if name == "shared" { 0 } else { libc::O_EXCL };
+        let handle = rig.open_new(name, flags);
+        let fsync = || {
+            let (tell, told) = channel();
+            rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+            assert_eq!(answer(&told, "fsync"), Ok(()));
+        };
+        assert_eq!(answer(&rig.put(&handle, 0, &vec![1; MIB]), "a write"), Ok(MIB as u32));
+        fsync();
+        assert_eq!(answer(&rig.put(&handle, MIB as u64, &vec![2; MIB]), "a write"), Ok(MIB as u32));
+        // Others wait for the credit that it holds.
+        let before = rig.store().with(|core| std::mem::replace(&mut core.settings.dirty_limit_pages, 256));
+        let other = rig.open_new("other", libc::O_EXCL);
+        assert_eq!(answer(&rig.put(&other, 0, &vec![3; MIB / 2]), "a write"), Ok(MIB as u32 / 2));
+        rig.wait(|| rig.store().lock().hot(handle.id.idx()).is_some_and(|hot| !hot.dirty_blocks()));
+        fsync();
+        rig.store().with(|core| core.settings.dirty_limit_pages = before);
+        let crashed = tempfile::tempdir().unwrap();
+        std::fs::copy(dir.path().join("store"), crashed.path().join("store")).unwrap();
+        let later = Rig::start(crashed.path());
+        let mut wanted = vec![1; 2 * MIB];
+        wanted[MIB..].fill(2);
+        assert!(later.read(later.find(name).unwrap(), 3 * MIB) == Ok(wanted), "{name}");
+        later.stop();
+        rig.store().unlink(ROOT_INO, b"other", &Rig::caller()).unwrap();
+        rig.store().release(&other);
+        rig.store().release(&handle);
+    }
+    rig.drained();
+    rig.ends();
+}
