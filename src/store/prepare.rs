@@ -152,9 +152,15 @@ impl Core {
             let room = u64::from(pages.saturating_sub(reserved));
             if room > 0 && !self.give_up_place(idx, index, room) {
                 let reserved = self.reserve(idx, room, index as u64 * BLOCK + len as u64);
-                // A block that is overwritten as a whole need not be here for that, but to give up its place it must.
-                if reserved == Err(Stop::Fail(Errno::ENOSPC)) && self.may_give_up_place(idx, index, room) {
-                    return Err(self.load_block(idx, index));
+                if reserved == Err(Stop::Fail(Errno::ENOSPC)) {
+                    // A block that is overwritten as a whole need not be here for that, but to give up its place it must.
+                    if self.may_give_up_place(idx, index, room) {
+                        return Err(self.load_block(idx, index));
+                    }
+                    // The room that it had has become a place, which it can give up when it is there.
+                    if matches!(self.hot_mut(idx).blocks[index].io, BlockIo::Writing(_)) {
+                        return Err(Stop::Load);
+                    }
                 }
                 reserved?;
             }

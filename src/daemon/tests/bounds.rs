@@ -955,3 +955,42 @@ fn an_fsync_stores_the_record_of_what_was_spilled() {
     rig.drained();
     rig.ends();
 }
+
+/// A block of an unfinished file gives its place up for its next bytes where there is no room beside it, also if it is on its
+/// way there right now: that was refused, depending on when the write came.
+#[test]
+fn a_write_waits_for_the_place_that_its_block_is_being_spilled_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start_with(dir.path(), "64MiB,evict=none", faulty);
+    let handle = rig.open_new("file", libc::O_EXCL);
+    let mut content = vec![1; MIB];
+    assert_eq!(answer(&rig.put(&handle, 0, &content), "a write"), Ok(MIB as u32));
+    rig.faults.hold(Class::WriteBack);
+    // Others wait for the credit that it holds, until it is on its way.
+    let before = rig.store().with(|core| std::mem::replace(&mut core.settings.dirty_limit_pages, 256));
+    let other = rig.open_new("other", libc::O_EXCL);
+    let waits = rig.put(&other, 0, &[2; 4096]);
+    rig.wait(|| rig.faults.held(Class::WriteBack) > 0);
+    rig.store().with(|core| {
+        core.settings.dirty_limit_pages = before;
+        core.wakes.admission = true;
+    });
+    assert_eq!(answer(&waits, "a write that waited"), Ok(4096));
+    let taken = rig.store().with(|core| {
+        let space = core.space.on(0);
+        let taken = space.free();
+        space.reserved += taken;
+        taken
+    });
+    let written = rig.put(&handle, 100, &[3; 10]);
+    assert!(written.try_recv().is_err(), "it is refused");
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(answer(&written, "a write to what was spilled"), Ok(10));
+    content[100..110].fill(3);
+    rig.store().release(&handle);
+    rig.store().release(&other);
+    rig.drained();
+    assert!(rig.read(rig.find("file").unwrap(), 2 * MIB) == Ok(content));
+    rig.store().with(|core| core.space.on(0).reserved -= taken);
+    rig.ends();
+}
