@@ -934,12 +934,18 @@ fn an_fsync_stores_the_record_of_what_was_spilled() {
         assert_eq!(answer(&rig.put(&handle, 0, &vec![1; MIB]), "a write"), Ok(MIB as u32));
         fsync();
         assert_eq!(answer(&rig.put(&handle, MIB as u64, &vec![2; MIB]), "a write"), Ok(MIB as u32));
+        // No commit comes in between.
+        let store = rig.store().clone();
+        let commits = store.committing.lock();
         // Others wait for the credit that it holds.
         let before = rig.store().with(|core| std::mem::replace(&mut core.settings.dirty_limit_pages, 256));
         let other = rig.open_new("other", libc::O_EXCL);
         assert_eq!(answer(&rig.put(&other, 0, &vec![3; MIB / 2]), "a write"), Ok(MIB as u32 / 2));
         rig.wait(|| rig.store().lock().hot(handle.id.idx()).is_some_and(|hot| !hot.dirty_blocks()));
+        assert_eq!(rig.store().getxattr(handle.ino, b"user.kv.durable"), Ok(b"0".to_vec()), "{name}");
+        drop(commits);
         fsync();
+        assert_eq!(rig.store().getxattr(handle.ino, b"user.kv.durable"), Ok(b"1".to_vec()), "{name}");
         rig.store().with(|core| core.settings.dirty_limit_pages = before);
         let crashed = tempfile::tempdir().unwrap();
         std::fs::copy(dir.path().join("store"), crashed.path().join("store")).unwrap();
