@@ -7,7 +7,7 @@ use nix::errno::Errno;
 
 use super::core::{Core, now};
 use super::hot::{BLOCK, block_len};
-use super::node::{COMMITTED, Detail, Idx, Kind, NAMED, NO_INO, Node};
+use super::node::{COMMITTED, Detail, Idx, Kind, META_DIRTY, NAMED, NO_INO, Node};
 use super::{Store, TTL};
 
 /// What stat(2) says.
@@ -164,7 +164,8 @@ impl Core {
         }
         let text = match name {
             b"user.kv.tier" => self.tier(idx).to_owned(),
-            b"user.kv.durable" => u8::from(self.is_durable(idx)).to_string(),
+            // Its record may be older than what was stored of it.
+            b"user.kv.durable" => u8::from(self.is_durable(idx) && !node.has(META_DIRTY)).to_string(),
             CRC => format!("{:08x}", self.file_crc(idx)?),
             b"user.kv.blocks" => super::hot::blocks_for(node.size).to_string(),
             _ => return None,

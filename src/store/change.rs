@@ -18,7 +18,7 @@ use smallvec::SmallVec;
 use super::attr::{self, Attr};
 use super::core::{Core, now};
 use super::crc::{Running, crc_of_state, crc_state};
-use super::hot::{BLOCK, BLOCK_PAGES, Hot, Mem, block_len};
+use super::hot::{BLOCK, BLOCK_PAGES, BlockIo, Hot, Mem, block_len};
 use super::node::{Idx, NodeId};
 use super::open::Handle;
 use super::process::Caller;
@@ -88,10 +88,14 @@ struct Copy {
     pieces: SmallVec<[(Span, usize, usize); 6]>,
     /// Recycled memory between the old end and this write.
     gap: Option<Span>,
+    /// Blocks that are on the device alone, and nobody's until the copy is done.
+    blank: Blank,
     /// What [`Hot::emptied`] was.
     emptied: u32,
     crc: Option<Running>,
 }
+
+type Blank = SmallVec<[usize; 6]>;
 
 /// Blocks that are copied while the lock is held.
 pub const BLOCKS_A_PASS: usize = 4;
@@ -125,18 +129,27 @@ impl Core {
         self.lengthen_record(idx, end)?;
         self.one_at_a_time(idx)?;
         self.unseal(idx)?;
-        self.copy_base(idx, u64::MAX)?;
+        self.copy_base(idx)?;
         self.extend_tail(idx, end)?;
         let size = self.node(idx).size;
         let new_size = size.max(end);
         let (first, last) = ((offset / BLOCK) as usize, ((end - 1) / BLOCK) as usize);
+        let mut blank = Blank::new();
         for index in first..=last {
             let start = index as u64 * BLOCK;
             let covered_to = (start + block_len(size, index) as u64).max(start);
             let whole = offset <= start && end >= covered_to;
-            self.take_block(idx, index, block_len(new_size, index), !whole)?;
+            if let Err(stop) = self.take_to_write(idx, index, block_len(new_size, index), whole, &mut blank) {
+                self.leave_blank(idx, &blank);
+                return Err(stop);
+            }
         }
         let hot = self.hot_mut(idx);
+        if (first..=last).any(|index| hot.span(index).is_none()) {
+            // It was dropped for another.
+            self.leave_blank(idx, &blank);
+            return Err(Stop::Room);
+        }
         let mut pieces = SmallVec::new();
         for index in first..=last {
             let start = index as u64 * BLOCK;
@@ -169,7 +182,40 @@ impl Core {
         if let Some(private) = hot.private_mut() {
             private.flushed = false;
         }
-        Ok(Copy { pieces, gap, emptied, crc: crc.filter(|_| !self.settings.memory_only) })
+        Ok(Copy { pieces, gap, blank, emptied, crc: crc.filter(|_| !self.settings.memory_only) })
+    }
+
+    /// Gets what block `index` needs to be written to. What is overwritten as a whole need not be read back for that; but
+    /// if the write comes to nothing it is still what it was, and not what is in the memory that was got for it. So it
+    /// counts as on its way until the write is done, and is one of the `blank`.
+    fn take_to_write(
+        &mut self,
+        idx: Idx,
+        index: usize,
+        len: usize,
+        whole: bool,
+        blank: &mut Blank,
+    ) -> Result<(), Stop> {
+        let away = |hot: &Hot| {
+            hot.blocks.get(index).is_some_and(|block| block.mem.is_none() && !block.place.is_empty())
+        };
+        let away = self.hot(idx).is_some_and(away);
+        self.take_block(idx, index, len, !whole)?;
+        if away {
+            let hot = self.hot_mut(idx);
+            hot.blocks[index].io = BlockIo::Reading(hot.number());
+            blank.push(index);
+        }
+        Ok(())
+    }
+
+    /// The write that these blocks were got for does not come, or not yet: they are on the device alone, as before.
+    fn leave_blank(&mut self, idx: Idx, blank: &[usize]) {
+        let hot = self.hot_mut(idx);
+        for &index in blank {
+            let block = &mut hot.blocks[index];
+            (block.io, block.mem) = (BlockIo::Idle, Mem::None);
+        }
     }
 
     /// The last block of the file grows when something is written behind it: it has to be stored again at its new
@@ -194,7 +240,15 @@ impl Core {
         Ok(())
     }
 
-    fn note_write(&mut self, id: NodeId, offset: u64, len: usize, emptied: u32, crc: Option<Running>) {
+    fn note_write(
+        &mut self,
+        id: NodeId,
+        offset: u64,
+        len: usize,
+        blank: &[usize],
+        emptied: u32,
+        crc: Option<Running>,
+    ) {
         self.wakes.admission |= !self.waiters.is_empty();
         let Some(idx) = self.by_id(id) else { return };
         let end = offset + len as u64;
@@ -202,8 +256,12 @@ impl Core {
         hot.pins -= 1;
         hot.writing = false;
         if hot.emptied != emptied {
+            self.answer_reads(idx);
             self.wake_if_unwritten(idx);
             return self.close_if_done(idx);
+        }
+        for &index in blank {
+            hot.blocks[index].io = BlockIo::Idle;
         }
         let node = self.node_mut(idx);
         node.size = node.size.max(end);
@@ -231,6 +289,10 @@ impl Core {
         }
         self.counters.written_bytes += len as u64;
         self.mark_slot(idx);
+        if !blank.is_empty() {
+            // Whoever wanted to read them meanwhile.
+            self.answer_reads(idx);
+        }
         self.wake_if_unwritten(idx);
         self.close_if_done(idx);
     }
@@ -330,7 +392,7 @@ impl Store {
         if let Some(crc) = &mut plan.crc {
             crc.update(data);
         }
-        self.with(|core| core.note_write(id, offset, data.len(), plan.emptied, plan.crc));
+        self.with(|core| core.note_write(id, offset, data.len(), &plan.blank, plan.emptied, plan.crc));
         Tried::Done(Ok(data.len() as u32))
     }
 
@@ -415,7 +477,7 @@ impl Store {
                     }
                 }
             }
-            Change::Extend { size, reply } => match self.tried(|core| core.truncate(id, size)) {
+            Change::Extend { size, reply } => match self.tried(|core| core.extend(id, size)) {
                 Tried::Done(result) => reply(result),
                 Tried::Wait { loading } => return Some((Change::Extend { size, reply }, loading)),
             },

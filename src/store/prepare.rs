@@ -64,8 +64,16 @@ impl Core {
         Ok(())
     }
 
-    /// Gives a copy-on-write version bytes of its own, up to `keep`.
-    pub fn copy_base(&mut self, idx: Idx, keep: u64) -> Result<(), Stop> {
+    /// Gives a copy-on-write version bytes of its own.
+    pub fn copy_base(&mut self, idx: Idx) -> Result<(), Stop> {
+        self.copy_from_base(idx, u64::MAX)?;
+        self.drop_base(idx);
+        Ok(())
+    }
+
+    /// The same up to `keep`, for a version that is to be cut there: it shows the other's bytes until
+    /// [`Core::drop_base`], since what else the cut needs may not be there yet.
+    pub fn copy_from_base(&mut self, idx: Idx, keep: u64) -> Result<(), Stop> {
         let Some(base_id) = self.hot_mut(idx).base else { return Ok(()) };
         let Some(base) = self.by_id(base_id) else {
             self.hot_mut(idx).base = None;
@@ -108,7 +116,6 @@ impl Core {
             }
             hot.rewritten(index..=index);
         }
-        self.drop_base(idx);
         Ok(())
     }
 
@@ -145,9 +152,15 @@ impl Core {
             let room = u64::from(pages.saturating_sub(reserved));
             if room > 0 && !self.give_up_place(idx, index, room) {
                 let reserved = self.reserve(idx, room, index as u64 * BLOCK + len as u64);
-                // A block that is overwritten as a whole need not be here for that, but to give up its place it must.
-                if reserved == Err(Stop::Fail(Errno::ENOSPC)) && self.may_give_up_place(idx, index, room) {
-                    return Err(self.load_block(idx, index));
+                if reserved == Err(Stop::Fail(Errno::ENOSPC)) {
+                    // A block that is overwritten as a whole need not be here for that, but to give up its place it must.
+                    if self.may_give_up_place(idx, index, room) {
+                        return Err(self.load_block(idx, index));
+                    }
+                    // The room that it had has become a place, which it can give up when it is there.
+                    if matches!(self.hot_mut(idx).blocks[index].io, BlockIo::Writing(_)) {
+                        return Err(Stop::Load);
+                    }
                 }
                 reserved?;
             }

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use nix::errno::Errno;
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use super::Store;
 use super::core::{Core, Effect, HOLE};
@@ -55,6 +56,8 @@ struct Check {
     /// meanwhile.
     io: BlockIo,
     version: u32,
+    /// Where it was then. A block that was given up is nowhere, though another may have come in its stead.
+    place: Place,
     parts: Vec<Span>,
     crc: u32,
 }
@@ -156,7 +159,7 @@ impl Core {
                 hot.blocks[at].io = io;
                 let version = hot.blocks[at].version;
                 let crc = self.block_crc(idx, at).unwrap_or(0);
-                checks.push(Check { index: at, io, version, parts: written, crc });
+                checks.push(Check { index: at, io, version, place, parts: written, crc });
                 for (offset, span) in to_read {
                     match reads.last_mut() {
                         Some((last, before))
@@ -303,13 +306,14 @@ impl Core {
                 into.zero(defined..into.len());
                 continue;
             }
-            let (to_read, written, zero) = cut(&self.place(idx, index), &into);
+            let place = self.place(idx, index);
+            let (to_read, written, zero) = cut(&place, &into);
             zero.iter().for_each(|part| part.zero(0..part.len()));
             if !to_read.is_empty() {
                 let crc = self.block_crc(idx, index).unwrap_or(0);
                 let version =
                     self.hot(idx).and_then(|hot| hot.blocks.get(index)).map_or(0, |block| block.version);
-                checks.push(Check { index, io: BlockIo::Idle, version, parts: written, crc });
+                checks.push(Check { index, io: BlockIo::Idle, version, place, parts: written, crc });
                 reads.extend(to_read);
             }
         }
@@ -349,10 +353,17 @@ impl Core {
         let hot = self.hot_mut(idx);
         hot.transfers -= 1;
         let in_l1 = matches!(target, Target::L1);
+        let gone: SmallVec<[bool; 4]> =
+            group.checks.iter().map(|check| !in_l1 && self.place(idx, check.index) != check.place).collect();
+        let hot = self.hot_mut(idx);
         // What was written anew while it was read may well not have been what the checksum was of.
         let (mut lost, mut outdated) = (false, false);
-        for check in &group.checks {
+        for (check, gone) in group.checks.iter().zip(gone) {
             let is_bad = bad.contains(&check.index);
+            if gone {
+                outdated |= is_bad;
+                continue;
+            }
             let Some(block) = hot.blocks.get_mut(check.index) else {
                 lost |= is_bad && sealed;
                 outdated |= is_bad && !sealed;

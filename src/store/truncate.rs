@@ -176,8 +176,8 @@ impl Core {
         if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
             return Err(Stop::Load);
         }
-        self.copy_base(idx, size)?;
         if size < old {
+            self.copy_from_base(idx, size)?;
             let tail = (size / BLOCK) as usize;
             if !size.is_multiple_of(BLOCK) && !self.is_hole(idx, tail) {
                 let len = block_len(size, tail);
@@ -194,8 +194,11 @@ impl Core {
                 }
                 hot.rewritten(tail..=tail);
             }
+            // Nothing is missing any more.
+            self.drop_base(idx);
             self.cut(idx, size);
         } else {
+            self.copy_base(idx)?;
             self.extend_tail(idx, size)?;
         }
         self.resize_noted(idx, size);
@@ -204,6 +207,12 @@ impl Core {
         }
         self.close_if_done(idx);
         Ok(())
+    }
+
+    /// Makes a file as long as that, unless it is longer. Somebody may have written behind the end since that was asked.
+    pub fn extend(&mut self, id: NodeId, size: u64) -> Result<(), Stop> {
+        let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        if size <= self.node(idx).size { Ok(()) } else { self.truncate(id, size) }
     }
 
     /// Has a range read as zeros. `begun` says how far that has come: first, in one step, comes all that can fail and all
@@ -217,15 +226,13 @@ impl Core {
         self.one_at_a_time(idx)?;
         // Between two passes it can have been closed, and be read.
         self.unseal(idx)?;
-        self.copy_base(idx, u64::MAX)?;
+        self.copy_base(idx)?;
         let (durable, device) = (self.node(idx).has(DURABLE), self.node(idx).device);
         let hot = self.hot_mut(idx);
         let (first, last) = range.whole_blocks();
         let last = last.min(hot.blocks.len());
         let first = first.min(last);
-        if hot.blocks[first..last].iter().any(Block::is_loading) {
-            return Err(Stop::Load);
-        }
+        // What is on its way from the device finds its block gone.
         let left: Vec<usize> = (first..last).filter(|&index| !hot.blocks[index].is_nothing()).collect();
         let mut gone = Vec::new();
         for &index in left.iter().take(ZEROED_A_PASS) {
@@ -244,6 +251,8 @@ impl Core {
             self.uncharge(device, block.charge, block.reserved);
             self.retire_place(idx, device, durable, block.place);
         }
+        // A hole at the end counts for the length, which what was not stored before did not.
+        self.changed(idx);
         if left.len() > ZEROED_A_PASS {
             return Err(Stop::Again);
         }
@@ -266,7 +275,7 @@ impl Core {
         self.wait_in_turn(queued)?;
         self.one_at_a_time(idx)?;
         self.unseal(idx)?;
-        self.copy_base(idx, u64::MAX)?;
+        self.copy_base(idx)?;
         let (first, last) = range.whole_blocks();
         let within = end.min(size);
         let mut edges: SmallVec<[usize; 2]> = SmallVec::new();

@@ -305,6 +305,10 @@ impl Core {
                         self.uncharge(job.device, charge, reserved);
                     }
                     self.retire_place(idx, job.device, durable, old);
+                    if job.seq.is_none() {
+                        // What was stored early has no entry in the publish queue that would have it recorded.
+                        self.changed(idx);
+                    }
                     continue;
                 }
             }

@@ -731,3 +731,272 @@ fn a_file_from_the_future_leaves_like_any_other() {
     }
     rig.ends();
 }
+
+/// What a file was made of by copy-on-write was let go before all was there that its cut needed: when that failed, the
+/// file had its old length and zeros in place of what had not been copied.
+#[test]
+fn a_cut_that_fails_leaves_a_copy_on_write_version_all_its_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let content = vec![7; 4 * MIB];
+    rig.stored("file", &content);
+    rig.store().with(|core| {
+        core.settings.dirty_limit_pages = 512;
+        core.settings.request_deadline = Duration::from_millis(300);
+    });
+    let ino = rig.find("file").unwrap();
+    assert_eq!(rig.store().open(ino, libc::O_RDWR, &Rig::caller()).err(), Some(Errno::ESTALE));
+    let ino = rig.find("file").unwrap();
+    let handle = rig.store().open(ino, libc::O_RDWR, &Rig::caller()).unwrap().handle;
+    // Half of it is copied before there is no credit for more.
+    rig.faults.hold(Class::WriteBack);
+    assert_eq!(answer(&rig.put(&handle, 0, b"x"), "a write"), Err(Errno::EIO));
+    rig.faults.release(Class::WriteBack);
+    rig.wait(|| rig.store().snapshot().dirty_bytes == 0);
+    rig.empty_l1();
+    rig.faults.hold(Class::Demand);
+    let (tell, told) = channel();
+    let reply = Box::new(move |result: Result<crate::store::Attr, Errno>| {
+        let _ = tell.send(result.map(|_| ()));
+    });
+    let size = MIB as u64 + 5;
+    rig.store().truncate(handle.ino, true, size, Default::default(), &Rig::caller(), reply);
+    assert_eq!(answer(&told, "a truncation"), Err(Errno::EIO));
+    rig.faults.release(Class::Demand);
+    assert!(answer(&rig.ask(&handle, 0, 4 * MIB), "a read") == Ok(content.clone()), "it is as it was");
+    rig.store().release(&handle);
+    rig.drained();
+    assert!(rig.read(rig.find("file").unwrap(), 4 * MIB) == Ok(content));
+    rig.ends();
+}
+
+/// A block that was to be overwritten as a whole counted as one of zeros as soon as there was memory for that, also if
+/// there was then no room for the next one: what the file had there could not be seen any more, or was changed to zeros.
+#[test]
+fn a_write_that_fails_leaves_blocks_that_are_not_in_l1_as_they_were() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start_with(dir.path(), "64MiB,evict=none", faulty);
+    let block = 256 << 10;
+    let content: Vec<u8> = (0..2 * MIB).map(|at| (at / 4096 % 250) as u8 + 1).collect();
+    let handle = rig.open_new("file", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &content), "a write"), Ok(2 * MIB as u32));
+    let (tell, told) = channel();
+    rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(answer(&told, "fsync"), Ok(()));
+    rig.empty_l1();
+    // Others set room aside, until there is some for one block alone.
+    let taken = rig.store().with(|core| {
+        let space = core.space.on(0);
+        let taken = space.free() - 64;
+        space.reserved += taken;
+        taken
+    });
+    assert_eq!(answer(&rig.put(&handle, 0, &vec![0xff; 2 * block]), "a write"), Err(Errno::ENOSPC));
+    assert!(answer(&rig.ask(&handle, 0, 2 * MIB), "a read") == Ok(content.clone()), "it is as it was");
+    rig.empty_l1();
+    assert_eq!(answer(&rig.put(&handle, 0, &vec![0xff; 2 * block]), "a write"), Err(Errno::ENOSPC));
+    // This block has what it takes.
+    assert_eq!(answer(&rig.put(&handle, 100, &[0xee; 10]), "a write"), Ok(10));
+    rig.store().with(|core| core.space.on(0).reserved -= taken);
+    let mut content = content;
+    content[100..110].fill(0xee);
+    rig.store().release(&handle);
+    rig.drained();
+    assert!(rig.read(rig.find("file").unwrap(), 2 * MIB) == Ok(content));
+    rig.ends();
+}
+
+/// What was read from where a block had been was taken for that block's, though it had been given up meanwhile and the
+/// place was another file's: a hole could not be read any more, and a file that is not a slot file was lost for it.
+#[test]
+fn a_read_that_a_hole_or_a_cut_overtakes_says_nothing_of_the_file() {
+    for (slot, cut) in [(true, false), (false, false), (true, true), (false, true)] {
+        let what = format!("slot {slot}, cut {cut}");
+        let dir = tempfile::tempdir().unwrap();
+        let rig = striped(dir.path(), 64, "");
+        let posix = rig.store().mkdir(ROOT_INO, b"posix", 0o755, &Rig::caller()).unwrap().attr.ino;
+        rig.store().setxattr(posix, b"user.kv.publish", b"posix", 0).unwrap();
+        let flags = libc::O_RDWR | libc::O_CREAT | if slot { 0 } else { libc::O_EXCL };
+        let made = rig.store().create(posix, b"file", 0o644, flags, &Rig::caller());
+        let handle = made.unwrap().1.handle;
+        assert_eq!(answer(&rig.put(&handle, 0, &vec![1; 2 * MIB]), "a write"), Ok(2 * MIB as u32));
+        rig.store().release(&handle);
+        rig.drained();
+        let device = || rig.store().lock().node(handle.id.idx()).device;
+        assert_eq!(device(), 1, "the one whose reads are held, without the catalog");
+        rig.empty_l1();
+        let ino = rig.find_in(posix, "file").unwrap();
+        let open = |flags| rig.store().open(ino, flags, &Rig::caller()).unwrap().handle;
+        let (reader, writer) = (open(libc::O_RDONLY | libc::O_DIRECT), open(libc::O_RDWR));
+        rig.faults.hold(Class::Demand);
+        let read = rig.ask(&reader, MIB as u64, MIB);
+        if cut {
+            rig.truncate(&writer, MIB as u64);
+            rig.truncate(&writer, 2 * MIB as u64);
+        } else {
+            let mode = libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE;
+            let (tell, told) = channel();
+            let reply = Box::new(move |result| tell.send(result).unwrap());
+            rig.store().fallocate(&writer, MIB as u64, MIB as u64, mode, reply);
+            assert_eq!(answer(&told, "a hole"), Ok(()));
+        }
+        rig.store().release(&writer);
+        rig.drained();
+        rig.stored("other", &vec![2; MIB]);
+        rig.faults.release(Class::Demand);
+        let read = answer(&read, "a read").unwrap_or_else(|errno| panic!("{what}: {errno}"));
+        assert!([0, 1].iter().any(|byte| read == vec![*byte; MIB]), "{what}");
+        rig.store().release(&reader);
+        assert_eq!(rig.find_in(posix, "file"), Ok(ino), "{what}");
+        let mut now = vec![1; 2 * MIB];
+        now[MIB..].fill(0);
+        assert!(rig.read(ino, 2 * MIB) == Ok(now), "{what}");
+        assert_eq!(rig.store().snapshot().counters.crc_errors, 0, "{what}");
+        rig.ends();
+    }
+}
+
+/// A hole waited for what somebody was reading there with its edges zeroed already, and when that did not come it was
+/// refused.
+#[test]
+fn a_hole_does_not_wait_for_what_it_takes_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let content = vec![7; MIB];
+    let handle = rig.open_new("file", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &content), "a write"), Ok(MIB as u32));
+    let (tell, told) = channel();
+    rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(answer(&told, "fsync"), Ok(()));
+    rig.empty_l1();
+    let (block, edge) = (256 << 10, 1000);
+    // The edge is in L1.
+    assert_eq!(answer(&rig.ask(&handle, 0, 10), "a read"), Ok(vec![7; 10]));
+    rig.store().with(|core| core.settings.request_deadline = Duration::from_millis(300));
+    rig.faults.hold(Class::Demand);
+    let read = rig.ask(&handle, block, 10);
+    let mode = libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE;
+    let (tell, told) = channel();
+    let reply = Box::new(move |result| tell.send(result).unwrap());
+    rig.store().fallocate(&handle, edge, 3 * block - edge, mode, reply);
+    let punched = answer(&told, "a hole");
+    rig.faults.release(Class::Demand);
+    let mut now = content;
+    if punched.is_ok() {
+        now[edge as usize..3 * block as usize].fill(0);
+    }
+    assert!(answer(&rig.ask(&handle, 0, MIB), "a read") == Ok(now), "{punched:?}");
+    let read = answer(&read, "a read");
+    assert!(matches!(read, Ok(_) | Err(Errno::EIO)), "{read:?}");
+    assert_eq!(punched, Ok(()));
+    rig.store().release(&handle);
+    rig.drained();
+    rig.ends();
+}
+
+/// A file was cut to the length that an fallocate had asked for, if somebody wrote behind that while it waited.
+#[test]
+fn an_fallocate_that_had_to_wait_takes_nothing_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let handle = rig.open_new("slot", 0);
+    assert_eq!(answer(&rig.put(&handle, 0, &[1; 4096]), "a write"), Ok(4096));
+    let idx = handle.id.idx();
+    // A write that goes on until the test ends it.
+    rig.store().lock().hot_mut(idx).writing = true;
+    let (tell, told) = channel();
+    rig.store().fallocate(&handle, 0, 8192, 0, Box::new(move |result| tell.send(result).unwrap()));
+    assert!(told.try_recv().is_err(), "it waits");
+    rig.store().lock().hot_mut(idx).writing = false;
+    let bytes = vec![2; MIB];
+    assert_eq!(answer(&rig.put(&handle, 0, &bytes), "a write"), Ok(MIB as u32));
+    assert_eq!(answer(&told, "an fallocate"), Ok(()));
+    assert!(answer(&rig.ask(&handle, 0, 2 * MIB), "a read") == Ok(bytes));
+    rig.store().release(&handle);
+    rig.drained();
+    rig.ends();
+}
+
+/// What a durable file had grown by and what had been spilled of that was taken for durable: nothing was dirty any more, and
+/// nothing said that the record is older.
+#[test]
+fn an_fsync_stores_the_record_of_what_was_spilled() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    for name in ["closed", "shared"] {
+        let flags = if name == "shared" { 0 } else { libc::O_EXCL };
+        let handle = rig.open_new(name, flags);
+        let fsync = || {
+            let (tell, told) = channel();
+            rig.store().fsync(&handle, Box::new(move |result| tell.send(result).unwrap()));
+            assert_eq!(answer(&told, "fsync"), Ok(()));
+        };
+        assert_eq!(answer(&rig.put(&handle, 0, &vec![1; MIB]), "a write"), Ok(MIB as u32));
+        fsync();
+        assert_eq!(answer(&rig.put(&handle, MIB as u64, &vec![2; MIB]), "a write"), Ok(MIB as u32));
+        // No commit comes in between.
+        let store = rig.store().clone();
+        let commits = store.committing.lock();
+        // Others wait for the credit that it holds.
+        let before = rig.store().with(|core| std::mem::replace(&mut core.settings.dirty_limit_pages, 256));
+        let other = rig.open_new("other", libc::O_EXCL);
+        assert_eq!(answer(&rig.put(&other, 0, &vec![3; MIB / 2]), "a write"), Ok(MIB as u32 / 2));
+        rig.wait(|| rig.store().lock().hot(handle.id.idx()).is_some_and(|hot| !hot.dirty_blocks()));
+        assert_eq!(rig.store().getxattr(handle.ino, b"user.kv.durable"), Ok(b"0".to_vec()), "{name}");
+        drop(commits);
+        fsync();
+        assert_eq!(rig.store().getxattr(handle.ino, b"user.kv.durable"), Ok(b"1".to_vec()), "{name}");
+        rig.store().with(|core| core.settings.dirty_limit_pages = before);
+        let crashed = tempfile::tempdir().unwrap();
+        std::fs::copy(dir.path().join("store"), crashed.path().join("store")).unwrap();
+        let later = Rig::start(crashed.path());
+        let mut wanted = vec![1; 2 * MIB];
+        wanted[MIB..].fill(2);
+        assert!(later.read(later.find(name).unwrap(), 3 * MIB) == Ok(wanted), "{name}");
+        later.stop();
+        rig.store().unlink(ROOT_INO, b"other", &Rig::caller()).unwrap();
+        rig.store().release(&other);
+        rig.store().release(&handle);
+    }
+    rig.drained();
+    rig.ends();
+}
+
+/// A block of an unfinished file gives its place up for its next bytes where there is no room beside it, also if it is on its
+/// way there right now: that was refused, depending on when the write came.
+#[test]
+fn a_write_waits_for_the_place_that_its_block_is_being_spilled_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start_with(dir.path(), "64MiB,evict=none", faulty);
+    let handle = rig.open_new("file", libc::O_EXCL);
+    let mut content = vec![1; MIB];
+    assert_eq!(answer(&rig.put(&handle, 0, &content), "a write"), Ok(MIB as u32));
+    rig.faults.hold(Class::WriteBack);
+    // Others wait for the credit that it holds, until it is on its way.
+    let before = rig.store().with(|core| std::mem::replace(&mut core.settings.dirty_limit_pages, 256));
+    let other = rig.open_new("other", libc::O_EXCL);
+    let waits = rig.put(&other, 0, &[2; 4096]);
+    rig.wait(|| rig.faults.held(Class::WriteBack) > 0);
+    rig.store().with(|core| {
+        core.settings.dirty_limit_pages = before;
+        core.wakes.admission = true;
+    });
+    assert_eq!(answer(&waits, "a write that waited"), Ok(4096));
+    let taken = rig.store().with(|core| {
+        let space = core.space.on(0);
+        let taken = space.free();
+        space.reserved += taken;
+        taken
+    });
+    let written = rig.put(&handle, 100, &[3; 10]);
+    assert!(written.try_recv().is_err(), "it is refused");
+    rig.faults.release(Class::WriteBack);
+    assert_eq!(answer(&written, "a write to what was spilled"), Ok(10));
+    content[100..110].fill(3);
+    rig.store().release(&handle);
+    rig.store().release(&other);
+    rig.drained();
+    assert!(rig.read(rig.find("file").unwrap(), 2 * MIB) == Ok(content));
+    rig.store().with(|core| core.space.on(0).reserved -= taken);
+    rig.ends();
+}
