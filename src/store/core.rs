@@ -19,6 +19,7 @@ use super::node::{
 use super::patience::Patience;
 use super::promote::Load;
 use super::read::Served;
+use super::room::{Room, Space};
 use super::tally::Tallies;
 use super::tree::Tree;
 use crate::l1::{Owner, Pool};
@@ -28,10 +29,6 @@ use crate::writeback::queue::PublishQueue;
 
 /// Marks the blocks of an extent as a hole: they read as zeros and take no space.
 pub const HOLE: u64 = u64::MAX;
-
-/// A directory's list of versions that replace others is looked through when it has this length, and twice that, and
-/// so on: so it stays as long as what is on its way.
-const REPLACING_MIN: usize = 32;
 
 /// What the store was told to do, fixed at start.
 #[derive(Clone, Debug)]
@@ -106,104 +103,6 @@ pub struct Wakes {
 pub struct Calls {
     pub writer: u64,
     pub admission: u64,
-}
-
-/// What is taken of one device.
-#[derive(Default, Debug, Clone, Copy)]
-pub struct Space {
-    /// Pages that files may use.
-    pub capacity: u64,
-    /// Pages in extents that belong to some file, or will be free after the next commit.
-    pub allocated: u64,
-    /// Pages set aside for dirty blocks that have no extents yet.
-    pub reserved: u64,
-    /// Pages among `allocated` that become free with the next commits.
-    pub leaving: u64,
-    /// Pages among `allocated` of blocks that have been stored anew, which become free in the same way. Unlike those
-    /// that leave with their files they count as used until then: else rewriting could outrun the commits.
-    pub stale: u64,
-    /// Pages that files under construction here will take beyond what they have, as far as one can tell: of those that
-    /// took some in this period, and of those that last did in the one before ([`Room::take`]). They are not used and
-    /// keep nobody out; they say where the next file goes.
-    expected: [u64; 2],
-}
-
-impl Space {
-    pub fn used(&self) -> u64 {
-        (self.allocated + self.reserved).saturating_sub(self.leaving)
-    }
-
-    pub fn free(&self) -> u64 {
-        self.capacity.saturating_sub(self.used())
-    }
-
-    pub fn expected(&self) -> u64 {
-        self.expected.iter().sum()
-    }
-
-    /// What will be free once the files under construction are whole. Less than nothing, if they will not fit.
-    pub fn spare(&self) -> i64 {
-        self.free() as i64 - self.expected() as i64
-    }
-}
-
-/// What is taken of L2, device by device: a file lies on one of them.
-#[derive(Default, Debug, Clone)]
-pub struct Room {
-    pub devices: Vec<Space>,
-    /// The most pages ever used.
-    pub peak: u64,
-    /// The number of the period, and the pages that were set aside in it so far.
-    period: u64,
-    taken: u64,
-}
-
-/// A period is over when that many pages were set aside in it, or this part of all there are.
-const PERIOD_PAGES: u64 = 1 << 18;
-const PERIODS_OF_ALL: u64 = 16;
-
-impl Room {
-    /// Sets pages of a device aside.
-    ///
-    /// Time is counted in these. A file that takes none for a whole period, while others do, may be kept open for ever
-    /// and be done, or never get more than the holes that it consists of: nothing is expected of it any more, until it
-    /// goes on. Periods are long enough for each of many files that are written at once to take some.
-    pub fn take(&mut self, device: u8, pages: u64) {
-        self.on(device).reserved += pages;
-        self.note_peak();
-        self.taken += pages;
-        let all: u64 = self.devices.iter().map(|device| device.capacity).sum();
-        if self.taken >= PERIOD_PAGES.min(all / PERIODS_OF_ALL) {
-            (self.period, self.taken) = (self.period + 1, 0);
-            self.devices.iter_mut().for_each(|device| device.expected = [0, device.expected[0]]);
-        }
-    }
-
-    /// Whether what was expected in `period` is.
-    fn is_expected_since(&self, period: u64) -> bool {
-        period + 1 >= self.period
-    }
-
-    pub fn expected(&self) -> u64 {
-        self.devices.iter().map(Space::expected).sum()
-    }
-
-    pub fn used(&self) -> u64 {
-        self.devices.iter().map(Space::used).sum()
-    }
-
-    pub fn note_peak(&mut self) {
-        self.peak = self.peak.max(self.used());
-    }
-
-    pub fn on(&mut self, device: u8) -> &mut Space {
-        &mut self.devices[usize::from(device)]
-    }
-
-    /// The device that will have the most room.
-    pub fn emptiest(&self) -> u8 {
-        (0..self.devices.len()).max_by_key(|&at| self.devices[at].spare()).unwrap_or(0) as u8
-    }
 }
 
 /// A further inode number of a file.
@@ -284,8 +183,7 @@ impl Core {
             ..Space::default()
         };
         let devices = allocators.iter().zip(&settings.device_pages).map(taken).collect();
-        let mut space = Room { devices, ..Room::default() };
-        space.note_peak();
+        let space = Room::new(devices);
         Self {
             tree,
             pool,
@@ -564,220 +462,6 @@ impl Core {
         if successor.is_none() {
             self.reap(idx);
         }
-    }
-
-    /// What has lost its name to a successor, which has it now.
-    pub fn let_go(&mut self, old: Option<Idx>) {
-        if let Some(idx) = old {
-            self.reap(idx);
-        }
-    }
-
-    /// `heir` shall be durable before a drain is answered that came after entry `seq` of the publish queue.
-    pub fn inherit(&mut self, heir: Idx, seq: u64) {
-        if !self.settings.memory_only {
-            let id = self.id(heir);
-            self.heirs.entry(id).and_modify(|first| *first = seq.min(*first)).or_insert(seq);
-        }
-    }
-
-    /// Queues what a drain that came as entry `since` has to wait for still. Whether there is anything.
-    pub fn store_heirs(&mut self, since: u64) -> bool {
-        let due: Vec<_> = self.heirs.iter().filter(|(_, seq)| **seq < since).map(|(id, _)| *id).collect();
-        let mut any = false;
-        for id in due {
-            let Some(idx) = self.by_id(id).filter(|&idx| !self.node(idx).has(super::node::LOST)) else {
-                self.heirs.remove(&id);
-                continue;
-            };
-            if !self.node(idx).has(NAMED) {
-                // Nobody sees it yet.
-                continue;
-            }
-            if !self.hot_mut(idx).sealed() {
-                if self.is_stood_in_for(idx) {
-                    any = true;
-                    continue;
-                }
-                if self.hot_mut(idx).base.is_some() {
-                    // What it shows could not be stored.
-                    continue;
-                }
-                if self.is_backed(idx) {
-                    // That has the name until this one is complete, if not before then with the next commit.
-                    self.heirs.remove(&id);
-                    continue;
-                }
-                // It is written in place: there is nothing else that would hold what was published.
-            }
-            if self.hot_mut(idx).write_back == WriteBack::None {
-                self.store_soon(idx);
-            }
-            any = true;
-        }
-        any
-    }
-
-    /// Whether `idx`, which has lost its name, is what a crash brings back all the same: whole, as it was published,
-    /// while the version that took the name is under construction (rule R1).
-    pub fn stands_in(&self, idx: Idx) -> bool {
-        self.in_write_back(idx) && self.would_stand_in(idx)
-    }
-
-    /// The same if it is on its way to the device.
-    pub fn would_stand_in(&self, idx: Idx) -> bool {
-        let Some(hot) = self.hot(idx).filter(|hot| hot.superseded) else { return false };
-        let heir = hot.heir.and_then(|heir| self.tree.nodes.by_id(heir));
-        heir.is_some_and(|heir| {
-            let built = heir.hot.as_ref().is_some_and(|hot| matches!(hot.phase, Phase::Open));
-            built && heir.has(NAMED) && !self.node(idx).has(super::node::LOST)
-        })
-    }
-
-    /// The version that took the name of `idx` is under construction, and what a drain waits for on its account may be done
-    /// with this one, which is stored now or lost.
-    pub fn has_stood_in(&mut self, idx: Idx) {
-        let heir = self.hot(idx).filter(|hot| hot.superseded).and_then(|hot| hot.heir);
-        let Some(heir) = heir.and_then(|id| self.by_id(id)) else { return };
-        if !self.hot_mut(heir).sealed() && !self.is_stood_in_for(heir) {
-            self.heirs.remove(&self.id(heir));
-        }
-    }
-
-    /// Whether something that this version under construction has replaced is on its way to the device in its place.
-    fn is_stood_in_for(&self, idx: Idx) -> bool {
-        let replaced = self.hot(idx).map_or(&[][..], |hot| hot.supersedes.as_slice());
-        replaced.iter().filter_map(|id| self.by_id(*id)).any(|old| self.stands_in(old))
-    }
-
-    /// Whether the version `old`, whose name `new` has, gets a record: it is on its way to the device, and stored in the
-    /// place of `new` while that is not complete.
-    fn may_stand_in(&self, old: Idx, new: Idx) -> bool {
-        let built = self.hot(new).is_some_and(|hot| matches!(hot.phase, Phase::Open));
-        built && self.in_write_back(old)
-    }
-
-    pub fn take_superseded(&mut self, idx: Idx) -> Vec<NodeId> {
-        self.node_mut(idx).hot.as_mut().map_or_else(Vec::new, |hot| std::mem::take(&mut hot.supersedes))
-    }
-
-    /// Whether a crash brings back something else, whole, under the name of this version under construction.
-    fn is_backed(&self, idx: Idx) -> bool {
-        let node = self.node(idx);
-        let replaced = self.hot(idx).map_or(&[][..], |hot| hot.supersedes.as_slice());
-        replaced
-            .iter()
-            .filter_map(|id| self.tree.nodes.by_id(*id))
-            .any(|old| old.has(DURABLE) && !old.has(super::node::LOST) && old.is_called_like(node))
-    }
-
-    /// Whether a crash brings back what this version was made of by copy-on-write.
-    pub fn is_origin_durable(&self, idx: Idx) -> bool {
-        self.hot(idx).is_some_and(|hot| {
-            let origin = hot.origin.filter(|id| hot.supersedes.contains(id));
-            origin.and_then(|id| self.by_id(id)).is_some_and(|origin| self.node(origin).has(DURABLE))
-        })
-    }
-
-    /// Has the records of `ids` stand until that of `new` is there. What one of them was to remove goes with its own
-    /// record, if it gets one, and else with that of `new`.
-    pub fn supersede(&mut self, new: Idx, ids: Vec<NodeId>) {
-        let new_id = self.id(new);
-        let mut ids = ids;
-        let mut at = 0;
-        while let Some(id) = ids.get(at) {
-            at += 1;
-            let Some(idx) = self.by_id(*id) else { continue };
-            if !self.may_stand_in(idx, new) {
-                let made_of = self.hot(idx).and_then(|hot| hot.origin);
-                let theirs = self.take_superseded(idx);
-                let hot = self.hot_mut(new);
-                if hot.origin == Some(*id) && made_of.is_some_and(|id| theirs.contains(&id)) {
-                    hot.origin = made_of;
-                    let old = *id;
-                    self.old_names.values_mut().filter(|file| **file == old).for_each(|file| *file = new_id);
-                }
-                ids.extend(theirs);
-            }
-            if let Some(hot) = &mut self.node_mut(idx).hot {
-                (hot.heir, hot.superseded) = (Some(new_id), true);
-            }
-            let parent = self.node(idx).parent;
-            let Some(dir) = self.tree.nodes.get_mut(parent).and_then(Node::dir_mut) else { continue };
-            if dir.replacing.last() == Some(&new_id) {
-                continue;
-            }
-            dir.replacing.push(new_id);
-            if dir.replacing.len() >= REPLACING_MIN && dir.replacing.len().is_power_of_two() {
-                let mut list = std::mem::take(&mut dir.replacing);
-                let waits = |id: &NodeId| {
-                    let hot = self.tree.nodes.by_id(*id).and_then(|node| node.hot.as_ref());
-                    *id == new_id || hot.is_some_and(|hot| !hot.supersedes.is_empty())
-                };
-                list.retain(waits);
-                if let Some(dir) = self.tree.nodes.get_mut(parent).and_then(Node::dir_mut) {
-                    dir.replacing = list;
-                }
-            }
-        }
-        self.hot_mut(new).supersedes.extend(ids);
-    }
-
-    /// What has been replaced in directory `idx` and still has a record. A directory that goes away takes it along:
-    /// its successor may have got a name elsewhere, and a record without its directory would be that of another
-    /// directory once the place is used again.
-    fn take_replaced(&mut self, idx: Idx) -> Vec<NodeId> {
-        let Some(dir) = self.node_mut(idx).dir_mut() else { return Vec::new() };
-        let mut taken = Vec::new();
-        for id in std::mem::take(&mut dir.replacing) {
-            let Some(new) = self.by_id(id) else { continue };
-            let Some(hot) = &mut self.node_mut(new).hot else { continue };
-            let (here, elsewhere): (Vec<_>, Vec<_>) = std::mem::take(&mut hot.supersedes)
-                .into_iter()
-                .partition(|old| self.tree.nodes.by_id(*old).is_some_and(|node| node.parent == idx));
-            self.hot_mut(new).supersedes = elsewhere;
-            taken.extend(here);
-        }
-        taken
-    }
-
-    /// Has the records of `ids` removed with the next commit.
-    pub fn remove_records(&mut self, ids: Vec<NodeId>) {
-        if ids.is_empty() {
-            return;
-        }
-        let mut ids = ids;
-        while let Some(id) = ids.pop() {
-            if let Some(idx) = self.by_id(id) {
-                ids.extend(self.take_superseded(idx));
-            }
-            // What is on its way must not be recorded after its record was removed.
-            if let Some(idx) = self.by_id(id)
-                && let Some(WriteBack::Queued(seq)) = self.hot(idx).map(|hot| hot.write_back)
-            {
-                self.forget_entry(seq, id);
-            }
-            if let Some(hot) = self.by_id(id).and_then(|idx| self.node_mut(idx).hot.as_mut()) {
-                hot.superseded = false;
-            }
-            // What is still open keeps its place after the record is gone, so it does not count as leaving.
-            let (device, pages) = match self.by_id(id) {
-                Some(idx)
-                    if self.node(idx).has(DURABLE) && self.hot(idx).is_none_or(|hot| !hot.is_held()) =>
-                {
-                    (self.node(idx).device, self.device_pages(idx))
-                }
-                _ => (0, 0),
-            };
-            if pages > 0 {
-                self.space.on(device).leaving += pages;
-            }
-            if let Some(idx) = self.by_id(id) {
-                self.end_record(idx);
-            }
-            self.queue.removed.push((id, device, pages));
-        }
-        self.wakes.committer = true;
     }
 
     /// Pages that a file has on the device.

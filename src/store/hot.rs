@@ -245,7 +245,7 @@ pub struct Hot {
     pub building: Option<u64>,
     /// Pages of its device that it counts with beyond what it has there, until it is sealed or given up.
     pub expected: u64,
-    /// In which period that was said ([`Room`](super::core::Room)).
+    /// In which period that was said ([`Room`](super::room::Room)).
     pub expected_in: u64,
     /// Pages that it had on its device when its construction began, and those that were set aside for it since.
     pub taken: u64,

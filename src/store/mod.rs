@@ -9,7 +9,7 @@
 //!
 //! The life of a file: `open` makes handles, `change` plans and applies writes (`prepare`: what they need first; `truncate`), `publish` makes
 //! versions visible and seals them, `writeback` takes them to the device, `read` and `promote` bring them back,
-//! `space` decides what leaves.
+//! `space` decides what leaves (`room`: what is taken), `heirs` what a crash brings back of what was replaced.
 
 pub mod again;
 pub mod attr;
@@ -17,6 +17,7 @@ pub mod catalog;
 pub mod change;
 pub mod core;
 mod crc;
+mod heirs;
 pub mod hot;
 mod layout;
 pub mod lists;
@@ -31,6 +32,7 @@ pub mod publish;
 pub mod read;
 pub mod recover;
 pub mod report;
+pub mod room;
 pub mod space;
 mod tally;
 pub mod tree;

@@ -289,7 +289,7 @@ impl Core {
     /// construction there take the first of those that can leave: many that come at once do not crowd where the oldest is.
     fn device_for(&mut self, pages: u64) -> u8 {
         let emptiest = self.space.emptiest();
-        let spare = |space: &super::core::Space| space.spare();
+        let spare = |space: &super::room::Space| space.spare();
         if !self.settings.evict || spare(self.space.on(emptiest)) >= pages as i64 {
             return emptiest;
         }
