@@ -1,7 +1,7 @@
 //! All state behind the store's one lock, and the small moves that everything else is made of.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -159,6 +159,8 @@ pub struct Core {
     pub gone: Gone,
     pub aliases: HashMap<u64, Alias>,
     pub next_alias: u64,
+    /// Versions without name and record that were kept when these went, by transfers at least.
+    pub ending: HashSet<NodeId>,
     /// Durability failed once: reads go on, what was published is not stored any more.
     pub poisoned: bool,
     /// Closes of private files so far.
@@ -215,6 +217,7 @@ impl Core {
             gone: Gone::default(),
             aliases: HashMap::new(),
             next_alias: ALIAS_BASE,
+            ending: HashSet::new(),
             poisoned: false,
             closes: 0,
             stopping: false,
@@ -491,8 +494,12 @@ impl Core {
         if let Some(hot) = &node.hot
             && (hot.is_held() || hot.private().is_some_and(|private| private.parent != NONE))
         {
+            if hot.transfers > 0 {
+                self.ending.insert(self.id(idx));
+            }
             return;
         }
+        self.ending.remove(&self.id(idx));
         self.remember_end(idx);
         self.unlist(idx);
         self.stop_building(idx);

@@ -169,8 +169,9 @@ impl Core {
             }
             if !self.evict_file() {
                 // What is being stored can leave once it is; if nothing is, all that is left is in use.
-                let coming =
-                    self.queue.pending() || self.space.devices.iter().any(|device| device.leaving > 0);
+                let coming = self.queue.pending()
+                    || self.space.devices.iter().any(|device| device.leaving > 0)
+                    || (0..self.space.devices.len() as u8).any(|device| self.is_ending(device));
                 return Err(if coming { Stop::Room } else { Stop::Fail(self.no_space()) });
             }
         }
@@ -349,7 +350,16 @@ impl Core {
         // free after the next commit.
         let stale = self.space.on(device).stale > 0;
         let leaves = self.settings.evict && (self.queue.pending() || self.space.on(device).leaving > 0);
-        if stale || leaves { Stop::Room } else { Stop::Fail(self.no_space()) }
+        if stale || leaves || self.is_ending(device) { Stop::Room } else { Stop::Fail(self.no_space()) }
+    }
+
+    /// Whether something that is gone has room on a device until its transfers end: what was given up while it was spilled.
+    fn is_ending(&self, device: u8) -> bool {
+        self.ending.iter().filter_map(|id| self.by_id(*id)).any(|idx| {
+            let hot = self.hot(idx);
+            self.node(idx).device == device
+                && hot.is_some_and(|hot| hot.transfers > 0 && !hot.kept() && hot.based == 0)
+        })
     }
 
     /// Has the least recently used file of all leave, for a place among the files.

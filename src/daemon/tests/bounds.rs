@@ -1000,3 +1000,48 @@ fn a_write_waits_for_the_place_that_its_block_is_being_spilled_to() {
     rig.store().with(|core| core.space.on(0).reserved -= taken);
     rig.ends();
 }
+
+/// What was given up while it was being spilled has its room until that has ended. Who came just then was told that
+/// there is none, on a device that was all but empty.
+#[test]
+fn a_write_waits_for_the_room_of_what_was_given_up_while_it_was_spilled() {
+    for evict in ["lru", "none"] {
+        let dir = tempfile::tempdir().unwrap();
+        let rig = Rig::start_with(dir.path(), &format!("64MiB,evict={evict}"), faulty);
+        let given_up = rig.open_new("given up", libc::O_EXCL);
+        assert_eq!(answer(&rig.put(&given_up, 0, &vec![1; MIB]), "a write"), Ok(MIB as u32));
+        rig.faults.hold(Class::WriteBack);
+        let before = rig.store().with(|core| std::mem::replace(&mut core.settings.dirty_limit_pages, 256));
+        let other = rig.open_new("other", libc::O_EXCL);
+        let waits = rig.put(&other, 0, &[2; 4096]);
+        rig.wait(|| rig.faults.held(Class::WriteBack) > 0);
+        rig.store().with(|core| {
+            core.settings.dirty_limit_pages = before;
+            core.wakes.admission = true;
+        });
+        assert_eq!(answer(&waits, "a write that waited"), Ok(4096));
+        rig.store().unlink(ROOT_INO, b"given up", &Rig::caller()).unwrap();
+        rig.store().release(&given_up);
+        let take_the_rest = || {
+            rig.store().with(|core| {
+                let space = core.space.on(0);
+                let rest = space.free();
+                space.reserved += rest;
+                rest
+            })
+        };
+        let mut taken = take_the_rest();
+        let written = rig.put(&other, 4096, &[3; MIB / 2]);
+        assert!(written.try_recv().is_err(), "{evict}: it is refused");
+        rig.faults.release(Class::WriteBack);
+        assert_eq!(answer(&written, "a write when room was made"), Ok(MIB as u32 / 2));
+        // When nothing of that kind is left, there is no room.
+        taken += take_the_rest();
+        let refused = rig.put(&other, 2 * MIB as u64, &[3; MIB / 2]);
+        assert_eq!(answer(&refused, "a write without room"), Err(Errno::ENOSPC), "{evict}");
+        rig.store().with(|core| core.space.on(0).reserved -= taken);
+        rig.store().release(&other);
+        rig.drained();
+        rig.ends();
+    }
+}
