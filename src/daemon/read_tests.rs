@@ -154,3 +154,25 @@ fn what_could_not_be_stored_is_not_read_as_it_was_before() {
     assert!(found == vec![2; BLOCK], "it reads {}", found[0]);
     rig.stop();
 }
+
+/// A file that could not be stored took what its writer went on to write, which nothing ever stored: once that was all
+/// that may be dirty, nobody could write any more.
+#[test]
+fn a_file_that_was_lost_takes_no_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.store().with(|core| core.settings.dirty_limit_pages = 4 << 8);
+    let writer = shared(&rig, 1);
+    assert_eq!(answer(&put(&rig, &writer, 0, &vec![2; BLOCK]), "a write"), Ok(BLOCK as u32));
+    rig.faults.fail_next(Direction::Write, 1, libc::EIO);
+    assert_eq!(rig.fsync(&writer), Err(Errno::EIO));
+    let more: Vec<_> = (0..4).map(|at| put(&rig, &writer, at * MIB, &vec![3; MIB])).collect();
+    let flags = libc::O_RDWR | libc::O_CREAT | libc::O_EXCL;
+    let other = rig.store().create(ROOT_INO, b"other", 0o644, flags, &Rig::caller()).unwrap().1.handle;
+    assert_eq!(answer(&put(&rig, &other, 0, &vec![4; MIB]), "a write to another file"), Ok(MIB as u32));
+    assert!(more.iter().all(|written| answer(written, "a write") == Err(Errno::EIO)));
+    rig.store().release(&other);
+    let _ = rig.drain();
+    assert_eq!(rig.read(rig.find("other").unwrap(), MIB), Ok(vec![4; MIB]));
+    rig.stop();
+}
