@@ -1,6 +1,7 @@
 //! Reads that wait while their file changes: each is answered, with bytes that the file had.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
 
+use std::os::fd::AsRawFd;
 use std::sync::mpsc::Receiver;
 
 use nix::errno::Errno;
@@ -174,5 +175,34 @@ fn a_file_that_was_lost_takes_no_more() {
     rig.store().release(&other);
     let _ = rig.drain();
     assert_eq!(rig.read(rig.find("other").unwrap(), MIB), Ok(vec![4; MIB]));
+    rig.stop();
+}
+
+/// A finished file's slab is a file that ends with the last byte. Written again in place, it has bytes behind that end
+/// before it is made longer, of which a kernel may make zeros then.
+#[test]
+fn a_slab_that_is_written_again_has_whole_pages() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let at = rig.store().mkdir(ROOT_INO, b"plain", 0o755, &Rig::caller()).unwrap().attr.ino;
+    rig.store().setxattr(at, b"user.kv.publish", b"posix", 0).unwrap();
+    let flags = libc::O_RDWR | libc::O_CREAT | libc::O_EXCL;
+    let first = rig.store().create(at, b"file", 0o644, flags, &Rig::caller()).unwrap().1.handle;
+    assert_eq!(answer(&put(&rig, &first, 0, &[1; 300_001]), "a write"), Ok(300_001));
+    rig.store().release(&first);
+    rig.drain().unwrap();
+    let bytes = || {
+        let core = rig.store().lock();
+        let slab = core.hot(first.id.idx()).unwrap().slab.clone().unwrap();
+        std::fs::metadata(format!("/proc/self/fd/{}", slab.backing_fd().as_raw_fd())).unwrap().len()
+    };
+    assert_eq!(bytes(), 300_001);
+    let ino = rig.find_in(at, "file").unwrap();
+    let again = rig.store().open(ino, libc::O_RDWR, &Rig::caller()).unwrap().handle;
+    assert_eq!(again.id, first.id);
+    assert_eq!(answer(&put(&rig, &again, 300_001, &[2; 1000]), "a write"), Ok(1000));
+    assert_eq!(bytes(), 300_001u64.next_multiple_of(4096));
+    rig.store().release(&again);
+    assert_eq!(bytes(), 301_001);
     rig.stop();
 }
