@@ -121,6 +121,17 @@ impl Faults {
         }
     }
 
+    /// Lets the first `count` that have stalled go on; the class stays held.
+    pub fn release_some(&self, class: Class, count: usize) {
+        let stalled: Vec<_> = {
+            let waiting = &mut self.0.lock().held[class.index()].waiting;
+            waiting.drain(..count.min(waiting.len())).collect()
+        };
+        for (io, engine) in stalled {
+            self.pass(io, &engine);
+        }
+    }
+
     /// Transfers of this class that now stall.
     pub fn held(&self, class: Class) -> usize {
         self.0.lock().held[class.index()].waiting.len()

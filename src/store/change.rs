@@ -19,7 +19,7 @@ use super::attr::{self, Attr};
 use super::core::{Core, now};
 use super::crc::{Running, crc_of_state, crc_state};
 use super::hot::{BLOCK, BLOCK_PAGES, BlockIo, Hot, Mem, block_len};
-use super::node::{Idx, NodeId};
+use super::node::{Idx, LOST, NodeId};
 use super::open::Handle;
 use super::process::Caller;
 use super::truncate::Zero;
@@ -119,7 +119,8 @@ impl Core {
     fn plan_write(&mut self, id: NodeId, offset: u64, len: usize, queued: bool) -> Result<Copy, Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
         self.wait_in_turn(queued)?;
-        if self.poisoned {
+        // What could not be stored is not stored any more: it would hold what may be dirty for as long as it is open.
+        if self.poisoned || self.node(idx).has(LOST) {
             return Err(Stop::Fail(Errno::EIO));
         }
         let end = offset.checked_add(len as u64).ok_or(Errno::EFBIG)?;

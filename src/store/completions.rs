@@ -2,6 +2,7 @@
 //! device's own thread does nothing but keep the device busy.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -43,7 +44,11 @@ impl Completions {
                         wake.wait(&mut locked);
                     };
                     drop(locked);
-                    job();
+                    if catch_unwind(AssertUnwindSafe(job)).is_err() {
+                        // A rule was broken. Whoever waits for what was not done any more would wait for ever.
+                        log::error!("kv-done-{at} panicked; ending the daemon");
+                        std::process::abort();
+                    }
                 }
             })?;
             self.threads.lock().push(thread);

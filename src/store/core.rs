@@ -494,13 +494,16 @@ impl Core {
         if idx == ROOT || node.has(NAMED | DURABLE) || self.stands_in(idx) {
             return;
         }
-        if let Some(hot) = &node.hot
-            && (hot.is_held() || hot.private().is_some_and(|private| private.parent != NONE))
-        {
-            if hot.transfers > 0 {
-                self.ending.insert(self.id(idx));
+        if let Some(hot) = &node.hot {
+            if hot.private().is_some_and(|private| private.parent != NONE) {
+                return;
             }
-            return;
+            if hot.is_held() {
+                if hot.transfers > 0 {
+                    self.ending.insert(self.id(idx));
+                }
+                return;
+            }
         }
         self.ending.remove(&self.id(idx));
         self.remember_end(idx);

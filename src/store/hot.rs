@@ -87,6 +87,8 @@ pub struct Block {
     pub crc: Option<u32>,
     /// Checksum and length of what is at `place`: once the block is dirty again, that is something else.
     pub stored: (u32, u32),
+    /// It could not be stored, so what is in memory is nowhere else: not at `place` either.
+    pub alone: bool,
     /// Its bytes could not be read back, or were wrong: EIO until written again.
     pub bad: bool,
     /// Looked at since the last eviction came by (second chance within large files).

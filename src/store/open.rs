@@ -363,6 +363,7 @@ impl Core {
         self.tree.link_after(old, parent, &name, Some(replaced));
         let hot = self.hot_mut(old);
         (hot.heir, hot.superseded) = (None, false);
+        self.ending.remove(&old_id);
         self.leave_to(new_id, old);
         let node = self.node_mut(old);
         (node.mode, node.uid, node.gid, node.atime, node.mtime, node.ctime) = attributes;

@@ -26,6 +26,11 @@ impl Core {
             // Somebody may still have these pages mapped or in a pipe: they stay as they are.
             self.leave_lent_slab(idx, size)?;
         }
+        if let Some(slab) = &self.hot_mut(idx).slab {
+            // It ended with the file. What comes behind that is in the slab before it is made longer, and of that a kernel
+            // may make zeros.
+            slab.set_len(slab.capacity_bytes()).map_err(|_| Errno::EIO)?;
+        }
         let hot = self.hot_mut(idx);
         hot.phase = Phase::Open;
         hot.valid_to = if hot.slab.is_some() { size } else { 0 };

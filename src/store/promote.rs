@@ -288,12 +288,14 @@ impl Core {
     }
 
     fn around_now(&mut self, idx: Idx, mut read: PendingRead) {
-        let size = self.node(idx).size;
+        if !self.cut_read(idx, &mut read) {
+            return self.reply(move || (read.reply)(Ok(&[])));
+        }
         let (first, last) = touched(&read);
         let bytes = bytes_around(&read);
         let span = AlignedBuf::unwritten(bytes as usize);
         let (mut checks, mut reads) = (Vec::new(), Vec::new());
-        for index in first..=last.min(blocks_for(size).saturating_sub(1)) {
+        for index in first..=last {
             let at = (index - first) * BLOCK as usize;
             let into = span.slice(at..at + BLOCK as usize);
             let hot = self.hot(idx);

@@ -147,11 +147,10 @@ impl Core {
     /// Hands over what has come to the reads that waited for it.
     pub fn answer_reads(&mut self, idx: Idx) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
-        let waiting = std::mem::take(&mut hot.reads);
-        let mut still = Vec::new();
-        for read in waiting {
+        let mut lacking = Vec::new();
+        for mut read in std::mem::take(&mut hot.reads) {
             if matches!(read.via, Via::Around(_)) {
-                still.push(read);
+                self.hot_mut(idx).reads.push(read);
                 continue;
             }
             match self.plan_read(idx, read.offset, read.len) {
@@ -161,19 +160,32 @@ impl Core {
                 Plan::Empty => self.reply(move || (read.reply)(Ok(&[]))),
                 Plan::Fail(errno) => self.reply(move || (read.reply)(Err(errno))),
                 Plan::Lacks => {
-                    let last = ((read.offset + read.len as u64 - 1) / BLOCK) as usize;
-                    let range = (read.offset / BLOCK) as usize..last + 1;
-                    if read.via == Via::Room || self.load_blocks(idx, range) {
-                        still.push(read);
+                    self.cut_read(idx, &mut read);
+                    if read.via == Via::Room {
+                        self.hot_mut(idx).reads.push(read);
                     } else {
-                        self.read_around(idx, read);
+                        lacking.push(read);
                     }
                 }
             }
         }
-        if let Some(hot) = self.node_mut(idx).hot.as_mut() {
-            hot.reads.extend(still);
+        // Only now: memory to go around L1 is for whoever of those above has waited for it longest.
+        for read in lacking {
+            let last = ((read.offset + read.len as u64 - 1) / BLOCK) as usize;
+            if self.load_blocks(idx, (read.offset / BLOCK) as usize..last + 1) {
+                self.hot_mut(idx).reads.push(read);
+            } else {
+                self.read_around(idx, read);
+            }
         }
+    }
+
+    /// A read that waits wants no more than its file has now: it may have been cut meanwhile. Whether there is anything
+    /// left to read.
+    pub fn cut_read(&self, idx: Idx, read: &mut PendingRead) -> bool {
+        let left = self.node(idx).size.saturating_sub(read.offset);
+        read.len = (read.len as u64).min(left) as usize;
+        read.len > 0
     }
 
     fn unpin(&mut self, id: NodeId) {

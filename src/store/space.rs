@@ -115,6 +115,7 @@ impl Core {
     fn chunk_droppable(&self, idx: Idx, index: usize, block: &Block) -> bool {
         matches!(block.mem, Mem::Chunk(_))
             && !block.dirty
+            && !block.alone
             && block.io == BlockIo::Idle
             && self.has_place(idx, index)
     }

@@ -298,7 +298,7 @@ impl Core {
                     block.stored = (piece.crc.unwrap_or(0), piece.len as u32);
                     // If it was changed meanwhile, an fsync before the change has what it wanted, and it stays dirty.
                     if block.version == piece.version {
-                        block.dirty = false;
+                        (block.dirty, block.alone) = (false, false);
                         block.crc = piece.crc;
                         let charge = std::mem::take(&mut block.charge);
                         let reserved = std::mem::take(&mut block.reserved);
@@ -352,7 +352,7 @@ impl Core {
         hot.write_back = WriteBack::None;
         let mut freed = (0, 0);
         for block in &mut hot.blocks {
-            block.dirty = false;
+            block.alone |= std::mem::take(&mut block.dirty);
             freed.0 += std::mem::take(&mut block.charge);
             freed.1 += std::mem::take(&mut block.reserved);
         }
