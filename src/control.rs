@@ -239,7 +239,7 @@ impl Control {
         let health = if s.poisoned {
             "FAILED: the device refused a commit; what is published now is not stored, see .ctl/events"
         } else if c.store_failures > 0 || c.crc_errors > 0 || c.read_errors > 0 {
-            "DEGRADED: device errors cost files or blocks of them, see .ctl/events"
+            "DEGRADED: some files were lost to device errors, see .ctl/events"
         } else {
             "ok"
         };

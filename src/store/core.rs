@@ -161,8 +161,6 @@ pub struct Core {
     pub next_alias: u64,
     /// Versions without name and record that were kept when these went, by transfers at least.
     pub ending: HashSet<NodeId>,
-    /// Blocks of files that stay, with the checksum they should have, which were found bad and told of.
-    pub bad_blocks: HashSet<(NodeId, usize, u32)>,
     /// Durability failed once: reads go on, what was published is not stored any more.
     pub poisoned: bool,
     /// Closes of private files so far.
@@ -220,7 +218,6 @@ impl Core {
             aliases: HashMap::new(),
             next_alias: ALIAS_BASE,
             ending: HashSet::new(),
-            bad_blocks: HashSet::new(),
             poisoned: false,
             closes: 0,
             stopping: false,

@@ -25,9 +25,6 @@ const GROUP_BLOCKS: usize = 4;
 /// Memory for reads that go around L1 at one time; more of them wait their turn.
 const AROUND_BYTES_MAX: u64 = 64 << 20;
 
-/// Bad blocks of slot files that are remembered, so that they are told of once.
-const BAD_REMEMBERED: usize = 4096;
-
 /// Transfers from the device, to be submitted without the lock.
 pub struct Load {
     device: usize,
@@ -349,17 +346,6 @@ impl Core {
         self.tidy_list(idx);
     }
 
-    /// Whether one of the bad blocks is bad for the first time, as far as is remembered.
-    fn note_bad(&mut self, group: &Group, bad: &[usize]) -> bool {
-        if self.bad_blocks.len() > BAD_REMEMBERED {
-            self.bad_blocks.clear();
-        }
-        let found = group.checks.iter().filter(|check| bad.contains(&check.index));
-        let known = self.bad_blocks.len();
-        self.bad_blocks.extend(found.map(|check| (group.id, check.index, check.crc)));
-        self.bad_blocks.len() > known
-    }
-
     /// A group has been read and checked; `bad` are the blocks that are not what was written.
     fn loaded(&mut self, group: &Group, target: Target, bad: &[usize], failed: Option<&io::Error>) {
         self.counters.promoting -= 1;
@@ -404,26 +390,22 @@ impl Core {
         for check in &group.checks {
             self.counters.read_l2_bytes += block_len(size, check.index) as u64;
         }
-        let slot = !sealed || self.node(idx).has(SLOT);
-        // Of a slot file that stays, whoever asks again is told again, and nobody else.
-        let news = lost && (!slot || self.note_bad(group, bad));
-        if news {
+        if lost {
             match failed {
                 Some(_) => self.counters.read_errors += 1,
                 None => self.counters.crc_errors += 1,
             }
         }
-        if news && !self.node(idx).has(LOST) {
+        if lost && !self.node(idx).has(LOST) {
             let why = match failed {
                 Some(error) => format!("reading it from the device failed: {error}"),
                 None => "its checksum does not match what is on the device".to_owned(),
             };
-            if slot {
-                let path = self.tree.path(idx);
-                log::error!("{path}: {why}; a block of it cannot be read until it is written again");
-                self.event(format!("bad block in {path}: {why}"));
-            } else {
+            if sealed && !self.node(idx).has(SLOT) {
                 self.lose(idx, &why);
+            } else {
+                let path = self.tree.path(idx);
+                self.event(format!("bad block in {path}: {why}"));
             }
         }
         if let Target::Around { span, from, number } = target {

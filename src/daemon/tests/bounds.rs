@@ -1045,25 +1045,3 @@ fn a_write_waits_for_the_room_of_what_was_given_up_while_it_was_spilled() {
         rig.ends();
     }
 }
-
-/// It stays, so it is asked for again and again; that must not push everything else out of the events.
-#[test]
-fn a_bad_block_of_a_slot_file_is_told_of_once() {
-    let dir = tempfile::tempdir().unwrap();
-    let rig = Rig::start(dir.path());
-    let handle = rig.open_new("slot", 0);
-    assert_eq!(answer(&rig.put(&handle, 0, &[7; 200_000]), "a write"), Ok(200_000));
-    rig.store().release(&handle);
-    rig.drained();
-    let events =
-        || String::from_utf8(rig.events.read(0, 1 << 20)).unwrap().matches("bad block in slot:").count();
-    let ino = rig.find("slot").unwrap();
-    for _ in 0..3 {
-        rig.empty_l1();
-        rig.faults.flip_next_reads(usize::MAX);
-        assert_eq!(rig.read(ino, 200_000), Err(Errno::EIO));
-        rig.faults.flip_next_reads(0);
-        assert_eq!((events(), rig.store().snapshot().counters.crc_errors), (1, 1));
-    }
-    rig.stop();
-}
