@@ -238,8 +238,12 @@ impl Control {
             |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 };
         let health = if s.poisoned {
             "FAILED: the device refused a commit; what is published now is not stored, see .ctl/events"
-        } else if c.store_failures > 0 || c.crc_errors > 0 || c.read_errors > 0 {
+        } else if c.lost_files > 0 {
             "DEGRADED: some files were lost to device errors, see .ctl/events"
+        } else if c.bad_blocks > 0 {
+            "DEGRADED: blocks of some files cannot be read, see .ctl/events"
+        } else if c.store_failures > 0 || c.crc_errors > 0 || c.read_errors > 0 {
+            "DEGRADED: a device has failed reads or writes, see .ctl/events"
         } else {
             "ok"
         };
@@ -453,6 +457,12 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter("store_failures", c.store_failures, "Files that could not be stored."),
         counter("read_errors", c.read_errors, "Reads that a device failed."),
         counter("crc_errors", c.crc_errors, "Blocks whose checksum did not match."),
+        counter("lost_files", c.lost_files, "Files that vanished: they could not be stored or read back."),
+        counter(
+            "bad_blocks",
+            c.bad_blocks,
+            "Blocks that cannot be read back, of files that stay: slot files, and what is being written.",
+        ),
         counter("writer_waits", c.waits, "Writes that had to wait."),
         counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
         counter("fsync_timeouts", c.fsync_timeouts, "Of these, fsyncs and drains."),

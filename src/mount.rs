@@ -121,9 +121,31 @@ pub fn prepare(request: &Request) -> Result<PathBuf> {
     Ok(mountpoint)
 }
 
-/// Directories without which no program works, not even the one that would unmount what hides them.
-const NEEDED: [&str; 12] =
-    ["/", "/proc", "/sys", "/dev", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/run", "/var"];
+/// Directories that the machine or its users need, just as they are: what hides them, hides programs, sockets, homes or
+/// the way to unmount it again. What is below them may be mounted on, and so may `/mnt`, `/media` and `/srv`.
+const NEEDED: [&str; 21] = [
+    "/",
+    "/proc",
+    "/sys",
+    "/dev",
+    "/dev/shm",
+    "/etc",
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/run",
+    "/var",
+    "/var/tmp",
+    "/tmp",
+    "/boot",
+    "/home",
+    "/root",
+    "/opt",
+];
 
 /// Whether mounting there would hide what the machine runs on. Below `/proc` and `/sys` nothing but the kernel makes
 /// directories.
@@ -575,9 +597,13 @@ mod tests {
         let file = dir.path().join("file");
         fs::write(&file, "").expect("a file");
         assert!(refusal(&request(&file)).contains("file: is not a directory"));
-        for needed in ["/", "/proc", "/proc/sys", "/usr/../dev", "/bin"] {
+        let needed = ["/", "/proc", "/proc/sys", "/usr/../dev", "/bin", "/tmp", "/home/", "/root", "/opt", "/boot"];
+        for needed in needed {
             let refused = refusal(&request(Path::new(needed)));
             assert!(refused.starts_with(&format!("{needed}: the machine needs")), "{refused}");
+        }
+        for fit in ["/mnt", "/srv", "/tmp/kv", "/home/me/kv", "/opt/kv", "/var/lib/kv", "/run/kv"] {
+            assert!(!is_needed(&real_path(Path::new(fit))), "{fit}");
         }
         let no_device = Request { fuse_device: dir.path().join("fuse"), ..request(dir.path()) };
         assert!(refusal(&no_device).contains("modprobe fuse"));

@@ -51,6 +51,10 @@ pub struct Counters {
     pub store_failures: u64,
     pub read_errors: u64,
     pub crc_errors: u64,
+    /// Files that vanished, since they could not be stored or read back.
+    pub lost_files: u64,
+    /// Blocks of files that stay, though these cannot be read back.
+    pub bad_blocks: u64,
     pub waits: u64,
     pub timeouts: u64,
     pub fsync_timeouts: u64,

@@ -4,7 +4,7 @@
 mod common;
 
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -159,6 +159,53 @@ fn a_part_of_a_damaged_file_is_never_wrong() {
         }
     }
     assert!(refused > 0, "{right} parts right, none refused");
+}
+
+/// A slot file stays, since only one of its blocks is wrong: that one is an error until it is rewritten, and told of once.
+#[test]
+fn a_bad_block_of_a_slot_file_is_told_once_and_ends_when_it_is_rewritten() {
+    if memory_only() {
+        return;
+    }
+    const BLOCK: usize = 256 << 10;
+    let mut mount = Mount::with(Options::new(64, 192));
+    let content = bytes(7, 4 * BLOCK);
+    // O_CREAT alone.
+    let file = OpenOptions::new().create(true).append(true).open(mount.at("slots")).unwrap();
+    (&file).write_all(&content).unwrap();
+    drop(file);
+    mount.drain();
+    mount.stop();
+    let (path, offset) = find(&mount, &content[2 * BLOCK..2 * BLOCK + 64]);
+    flip(&path, offset + 17);
+    mount.start();
+    let mut block = vec![0; BLOCK];
+    for round in 0..3 {
+        let file = File::open(mount.at("slots")).unwrap();
+        for at in 0..4 {
+            match file.read_exact_at(&mut block, (at * BLOCK) as u64) {
+                Ok(()) => assert!(at != 2 && block == content[at * BLOCK..(at + 1) * BLOCK], "block {at}"),
+                Err(error) => assert_eq!((at, error.raw_os_error()), (2, Some(libc::EIO)), "round {round}"),
+            }
+        }
+        // Closed and out of L1, it is read from the device again.
+        drop(file);
+        mount.push_out_of_l1();
+        let told = format!("bad block in slots, at offset {}: its checksum", 2 * BLOCK);
+        for (said, text) in [("event", mount.events()), ("log", mount.log())] {
+            assert_eq!(text.matches(&told).count(), 1, "{said} of round {round}:\n{text}");
+        }
+        assert!(mount.log().lines().any(|line| line.contains("ERROR") && line.contains(&told)));
+        assert_eq!(["crc_errors", "bad_blocks", "lost_files"].map(|key| mount.stat(key)), [1, 1, 0]);
+    }
+    assert!(mount.status().contains("DEGRADED: blocks of some files cannot be read"), "{}", mount.status());
+    let file = OpenOptions::new().read(true).write(true).open(mount.at("slots")).unwrap();
+    file.write_all_at(&content[2 * BLOCK..3 * BLOCK], 2 * BLOCK as u64).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    mount.restart();
+    assert!(fs::read(mount.at("slots")).unwrap() == content);
+    mount.check_quiet();
 }
 
 /// Tries to mount the paths `l2` elsewhere: the one line that it is refused with.

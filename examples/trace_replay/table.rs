@@ -42,6 +42,23 @@ impl Report<'_> {
         self.difference_points().abs() <= self.bound_points
     }
 
+    /// In words, if the hit rate is further from the simulation than the bound.
+    pub fn disagreement(&self) -> Option<String> {
+        let points = self.difference_points();
+        (!self.agrees()).then(|| {
+            let why = if self.in_flight > 1 {
+                "; requests in flight evict or store what others have looked up, which the simulation of one after the \
+                 other does not have: --in-flight 1 comes closer"
+            } else {
+                ""
+            };
+            format!(
+                "the hit rate differs from the simulation by {points:+.3} points, more than {}{why}",
+                self.bound_points
+            )
+        })
+    }
+
     fn facts(&self) -> Table {
         let o = self.outcome;
         let mut table = table();

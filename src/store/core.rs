@@ -17,7 +17,7 @@ use super::node::{
     ROOT_INO,
 };
 use super::patience::Patience;
-use super::promote::Load;
+use super::promote::{BadTold, Load};
 use super::read::Served;
 use super::room::{Room, Space};
 use super::tally::Tallies;
@@ -154,6 +154,7 @@ pub struct Core {
     /// Memory that reads around L1 hold, and the files of those that wait for some, in order of arrival.
     pub around_bytes: u64,
     pub around_waiting: VecDeque<NodeId>,
+    pub bad_told: BadTold,
     /// Those who were sent to look again, and the names of what they did not find.
     pub expected: Vec<Expected>,
     pub gone: Gone,
@@ -213,6 +214,7 @@ impl Core {
             deadlines: Deadlines::default(),
             around_bytes: 0,
             around_waiting: VecDeque::new(),
+            bad_told: BadTold::default(),
             expected: Vec::new(),
             gone: Gone::default(),
             aliases: HashMap::new(),
@@ -646,6 +648,7 @@ impl Core {
         let path = self.tree.path(idx);
         self.event(format!("lost {path}: {why}"));
         log::error!("{path}: {why}; the file is gone from the tree");
+        self.counters.lost_files += 1;
         self.node_mut(idx).set(super::node::LOST, true);
         self.has_stood_in(idx);
         let node = self.node_mut(idx);

@@ -4,6 +4,7 @@
 //! waits for the same promotion. Every block is checked against its checksum before anybody sees it, also when only
 //! a part of the file is wanted.
 
+use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -70,6 +71,23 @@ enum Target {
         from: usize,
         number: u32,
     },
+}
+
+/// Bad blocks that have been told of: whoever reads one again gets EIO, and no second line is made of it.
+#[derive(Default)]
+pub struct BadTold(HashSet<(NodeId, usize, u64)>);
+
+impl BadTold {
+    /// Beyond this they are told of again.
+    const KEPT: usize = 4096;
+
+    /// Once it is rewritten, a block lies elsewhere, and may go bad again.
+    fn is_news(&mut self, id: NodeId, index: usize, place: &Place) -> bool {
+        if self.0.len() >= Self::KEPT {
+            self.0.clear();
+        }
+        self.0.insert((id, index, place.first().map_or(0, |extent| extent.start)))
+    }
 }
 
 /// The blocks that a read touches, first and last.
@@ -360,6 +378,7 @@ impl Core {
         let hot = self.hot_mut(idx);
         // What was written anew while it was read may well not have been what the checksum was of.
         let (mut lost, mut outdated) = (false, false);
+        let mut lost_blocks: SmallVec<[&Check; 4]> = SmallVec::new();
         for (check, gone) in group.checks.iter().zip(gone) {
             let is_bad = bad.contains(&check.index);
             if gone {
@@ -369,6 +388,7 @@ impl Core {
             let Some(block) = hot.blocks.get_mut(check.index) else {
                 lost |= is_bad && sealed;
                 outdated |= is_bad && !sealed;
+                lost_blocks.extend((is_bad && sealed).then_some(check));
                 continue;
             };
             if block.version != check.version || (in_l1 && block.io != check.io) {
@@ -376,6 +396,7 @@ impl Core {
                 continue;
             }
             lost |= is_bad;
+            lost_blocks.extend(is_bad.then_some(check));
             if in_l1 {
                 block.io = BlockIo::Idle;
                 block.referenced = true;
@@ -390,22 +411,32 @@ impl Core {
         for check in &group.checks {
             self.counters.read_l2_bytes += block_len(size, check.index) as u64;
         }
-        if lost {
+        let whole = sealed && !self.node(idx).has(SLOT);
+        if !whole {
+            lost_blocks.retain(|check| self.bad_told.is_news(group.id, check.index, &check.place));
+        }
+        if !lost_blocks.is_empty() {
             match failed {
                 Some(_) => self.counters.read_errors += 1,
-                None => self.counters.crc_errors += 1,
+                None if whole => self.counters.crc_errors += 1,
+                None => self.counters.crc_errors += lost_blocks.len() as u64,
             }
         }
-        if lost && !self.node(idx).has(LOST) {
+        if !lost_blocks.is_empty() && !self.node(idx).has(LOST) {
             let why = match failed {
                 Some(error) => format!("reading it from the device failed: {error}"),
                 None => "its checksum does not match what is on the device".to_owned(),
             };
-            if sealed && !self.node(idx).has(SLOT) {
+            if whole {
                 self.lose(idx, &why);
             } else {
                 let path = self.tree.path(idx);
-                self.event(format!("bad block in {path}: {why}"));
+                for check in lost_blocks {
+                    self.counters.bad_blocks += 1;
+                    let at = check.index as u64 * BLOCK;
+                    self.event(format!("bad block in {path}, at offset {at}: {why}"));
+                    log::error!("bad block in {path}, at offset {at}: {why}; reading it fails until it is rewritten");
+                }
             }
         }
         if let Target::Around { span, from, number } = target {
