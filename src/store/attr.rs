@@ -166,6 +166,7 @@ impl Core {
             b"user.kv.tier" => self.tier(idx).to_owned(),
             b"user.kv.durable" => u8::from(self.is_durable(idx)).to_string(),
             CRC => format!("{:08x}", self.file_crc(idx)?),
+            b"user.kv.leases" => self.leases_of(idx).to_string(),
             b"user.kv.blocks" => super::hot::blocks_for(node.size).to_string(),
             _ => return None,
         };
@@ -205,6 +206,11 @@ impl Core {
         }
         node.uid = change.uid.unwrap_or(node.uid);
         node.gid = change.gid.unwrap_or(node.gid);
+        if node.kind() == Kind::Dir && (change.mode.is_some() || change.uid.is_some() || change.gid.is_some())
+        {
+            self.tree.directories += 1;
+        }
+        let node = self.node_mut(idx);
         node.atime = change.atime.unwrap_or(node.atime);
         node.mtime = change.mtime.unwrap_or(node.mtime);
         node.ctime = change.ctime.unwrap_or_else(now);

@@ -40,6 +40,7 @@ impl Core {
         let hot = self.hot_mut(idx);
         let on_device =
             hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
+        let unleased = hot.leases.is_empty();
         let Some(old) = hot.slab.clone() else { return Ok(()) };
         match self.alloc_slab(old.pages(), idx) {
             Some(new) => {
@@ -49,7 +50,8 @@ impl Core {
                 new.span(0..len).copy_from_span(&old.span(0..len));
                 self.hot_mut(idx).slab = Some(new);
             }
-            None if on_device => {
+            // What is leased stays in L1.
+            None if on_device && unleased => {
                 let hot = self.hot_mut(idx);
                 hot.slab = None;
                 for block in &mut hot.blocks {
@@ -224,6 +226,7 @@ impl Core {
             && hot.slab.is_none()
             && hot.blocks.iter().skip(1).all(|block| block.mem.is_none() && block.place.is_empty())
             && matches!(hot.blocks[0].mem, Mem::Chunk(_))
+            && hot.leases.is_empty()
             && index > 0;
         // A block in a chunk stays in chunks: its bytes are there, not in the slab.
         let chunked = matches!(hot.blocks[index].mem, Mem::Chunk(_));
