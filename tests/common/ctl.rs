@@ -236,3 +236,33 @@ pub fn status(state: &RangeState) -> Result<(), Errno> {
         status => Err(Errno::from_raw(-status)),
     }
 }
+
+/// The same in Python, for clients that are processes of their own. It wants `fcntl`, `os` and `struct`.
+pub const PYTHON: &str = r#"
+import struct
+def ctl_ioctl(fd, nr, data):
+    data = bytearray(data)
+    fcntl.ioctl(fd, 3 << 30 | len(data) << 16 | 0x4b00 | nr, data)
+    return data
+def ctl_open():
+    fd = os.open(".ctl/lease", os.O_RDWR)
+    ctl_ioctl(fd, 1, struct.pack("HHI", 1, 0, 0) + bytes(64))
+    return fd
+def ctl_name(fd, name):
+    name = name.encode() + b"\0"
+    data = ctl_ioctl(fd, 3, struct.pack("HHIIIIBBBBII", 1, 0, 1, 0, 0, len(name), 0, 0, 0, 0, 0, 0) + name)
+    return struct.unpack_from("II", data, 24)
+def ctl_range(fd, name, offset=0, length=0):
+    id, generation = ctl_name(fd, name)
+    return struct.pack("QQQIBBH", id, offset, length, generation, 0, 0, 0)
+def ctl_node(file):
+    return struct.unpack_from("Q", ctl_ioctl(file, 5, struct.pack("HHI", 1, 0, 0) + bytes(24)), 8)[0]
+def ctl_lease(fd, ranges, parties=1, ttl=0):
+    data = struct.pack("HHIII", 1, 1, len(ranges), ttl, parties) + bytes(64) + b"".join(ranges)
+    data = ctl_ioctl(fd, 7, data)
+    return struct.unpack_from("Qi", data, 24)
+def ctl_release(fd, lease, flags=0):
+    return struct.unpack_from("IIII", ctl_ioctl(fd, 9, struct.pack("HHIQ", 1, flags, 0, lease) + bytes(32)), 16)
+def ctl_attach(fd, lease):
+    return struct.unpack_from("IIII", ctl_ioctl(fd, 10, struct.pack("HHIQ", 1, 0, 0, lease) + bytes(32)), 16)
+"#;
