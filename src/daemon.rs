@@ -571,6 +571,8 @@ mod in_flight_tests;
 #[cfg(test)]
 mod late_release_tests;
 #[cfg(test)]
+mod lease_tests;
+#[cfg(test)]
 mod replaced_tests;
 #[cfg(test)]
 mod stale_tests;

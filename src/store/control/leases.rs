@@ -195,9 +195,12 @@ impl Core {
             self.counters.leases_denied_count += 1;
             return Err(Errno::EMFILE);
         }
-        // Bytes are on their way into it, without the lock: it would not stay as it is.
-        let changing =
-            |idx: Idx| self.hot(idx).is_some_and(|hot| hot.writing || hot.claimed || hot.zeroing > 0);
+        // Bytes are on their way into it, without the lock: it would not stay as it is. Or somebody has been sent to look
+        // again and will empty it where it is, which cannot wait.
+        let changing = |idx: Idx| {
+            let hot = self.hot(idx);
+            hot.is_some_and(|hot| hot.writing || hot.zeroing > 0 || hot.promised > 0)
+        };
         if window.iter().any(|seen| changing(seen.idx) || changing(seen.shown)) {
             self.counters.leases_denied_changing += 1;
             return Err(Errno::EAGAIN);
