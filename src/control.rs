@@ -361,7 +361,7 @@ impl Control {
             Bytes(s.leased_bytes).approx(),
             Bytes(s.lease_max_bytes).approx(),
             c.leases_granted,
-            c.leases_denied_client + c.leases_denied_total + c.leases_denied_count + c.leases_denied_changing,
+            c.leases_denied_client + c.leases_denied_full + c.leases_denied_count + c.leases_denied_changing,
             c.leases_expired,
             s.waiting_for_leases
         ));
@@ -521,7 +521,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
             c.leases_denied_client,
             "Leases denied for what one process may have.",
         ),
-        counter("leases_denied_total", c.leases_denied_total, "Leases denied for what all may have."),
+        counter("leases_denied_full", c.leases_denied_full, "Leases denied for what all may have."),
         counter(
             "leases_denied_count",
             c.leases_denied_count,

@@ -64,7 +64,7 @@ pub struct Counters {
     pub leases_granted: u64,
     /// For what one process, or all, may have.
     pub leases_denied_client: u64,
-    pub leases_denied_total: u64,
+    pub leases_denied_full: u64,
     /// For the number of leases of one session.
     pub leases_denied_count: u64,
     /// Since somebody was writing to a file at that moment.

@@ -152,7 +152,8 @@ fn truncation_and_holes_wait() {
     let mount = Mount::new();
     let _watchdog = Watchdog::new(&mount);
     let size = 3 * BLOCK + 10;
-    let changes: [(&str, fn(&File, &Path) -> io::Result<()>); 5] = [
+    type Change = fn(&File, &Path) -> io::Result<()>;
+    let changes: [(&str, Change); 5] = [
         ("ftruncate", |file, _| file.set_len(2 * BLOCK)),
         ("truncate", |_, path| nix::unistd::truncate(path, 2 * BLOCK as i64 + 1).map_err(io::Error::from)),
         ("grown", |file, _| file.set_len(5 * BLOCK)),
@@ -223,7 +224,8 @@ fn a_new_version_a_rename_and_an_unlink_leave_the_leased_bytes() {
     let mount = Mount::new();
     let _watchdog = Watchdog::new(&mount);
     let content = bytes(1, 2 * MIB);
-    let ways: [(&str, fn(&Mount)); 3] = [
+    type Way = fn(&Mount);
+    let ways: [(&str, Way); 3] = [
         ("a new version", |mount| fs::write(mount.at("f"), b"new").unwrap()),
         ("a rename", |mount| {
             fs::write(mount.at("g"), b"new").unwrap();

@@ -378,7 +378,7 @@ fn no_client_gets_more_than_its_part() {
     other.end();
     ctl.release(first).unwrap();
     check_none_left(&mount);
-    assert_eq!((mount.stat("leases_denied_client"), mount.stat("leases_denied_total")), (3, 1));
+    assert_eq!((mount.stat("leases_denied_client"), mount.stat("leases_denied_full")), (3, 1));
     mount.check_bounds();
 
     // None at all.

@@ -86,6 +86,11 @@ impl Core {
         if self.slab_droppable(idx) {
             return true;
         }
+        // Large files with many leases are mostly leased as a whole.
+        let all = hot.blocks.len() as u32;
+        if hot.leases.iter().any(|hold| hold.blocks.start == 0 && hold.blocks.end >= all) {
+            return false;
+        }
         hot.blocks.iter().enumerate().any(|(index, block)| self.chunk_droppable(idx, index, block))
     }
 

@@ -214,7 +214,7 @@ impl Core {
             return Err(Errno::EDQUOT);
         }
         if leases.bytes + bytes > self.settings.lease_max_bytes {
-            self.counters.leases_denied_total += 1;
+            self.counters.leases_denied_full += 1;
             return Err(Errno::ENOSPC);
         }
         leases.last += 1;
@@ -229,7 +229,7 @@ impl Core {
             self.hot_mut(seen.idx).leases.push(hold);
         }
         for &node in charges.keys() {
-            self.is_used(node.idx());
+            self.keep_leased(node.idx());
         }
         let item =
             |seen: Seen| Item { node: self.id(seen.idx), shown: self.id(seen.shown), bytes: seen.bytes };
@@ -261,8 +261,8 @@ impl Core {
         Ok((lease, ttl))
     }
 
-    /// Nothing of a leased slab may leave L1.
-    fn is_used(&mut self, idx: Idx) {
+    /// A file of which nothing may leave L1 is no candidate any more.
+    fn keep_leased(&mut self, idx: Idx) {
         let Some(hot) = self.hot(idx).filter(|hot| hot.in_l1_list) else { return };
         let whole = hot.slab.is_some() && !hot.mixed;
         if whole || !self.may_drop(idx) {
