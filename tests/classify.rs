@@ -122,6 +122,60 @@ fn files_are_where_the_tiers_have_them() {
     }
 }
 
+/// A hole is zeros: it is in L1 as soon as L1 has anything to do with the file.
+#[test]
+fn holes_need_no_memory() {
+    if memory_only() {
+        return;
+    }
+    let mut mount = Mount::new();
+    let file = slot_file(&mount, "s", &bytes(1, BLOCK));
+    file.write_all_at(&bytes(2, BLOCK), 5 * BLOCK as u64).unwrap();
+    file.set_len(8 * BLOCK as u64 + 10).unwrap();
+    drop(file);
+    mount.drain();
+    mount.restart();
+    let ctl = Ctl::new(&mount);
+    let range = ctl.ranges(&["s"])[0];
+    let len = 8 * BLOCK as u64 + 10;
+    let state = |range: Range| counts(&ctl.classify(&[range]).1[0]);
+    assert_eq!(state(range), (9, 0, len, 0));
+    let file = File::open(mount.at("s")).unwrap();
+    file.read_exact_at(&mut [0; 10], 5 * BLOCK as u64).unwrap();
+    mount.wait_for("promotions_in_flight", |count| count == 0);
+    assert_eq!(state(range), (9, 8, len, len - BLOCK as u64), "all but the first block");
+    assert_eq!(state(part(range, BLOCK as u64, 0)), (8, 8, len - BLOCK as u64, len - BLOCK as u64));
+    let (head, _) = ctl.acquire(&[part(range, BLOCK as u64, 0)], 1, 0);
+    assert_ne!(head.lease, 0);
+    // Only the block that has bytes takes memory.
+    assert_eq!(mount.stat("leased_bytes"), BLOCK as u64);
+}
+
+/// Nobody keeps the daemon from serving others by asking after what is large and nearly nothing.
+#[test]
+fn a_request_looks_at_so_many_blocks_and_no_more() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::new();
+    let file = slot_file(&mount, "s", b"x");
+    let blocks = 400;
+    file.set_len(blocks * BLOCK as u64).unwrap();
+    let ctl = Ctl::new(&mount);
+    let range = ctl.ranges(&["s"])[0];
+    let most = (1 << 18) / blocks as usize;
+    let window = vec![range; most.min(abi::RANGES_MAX as usize)];
+    assert!(ctl.classify(&window).1.iter().all(|state| state.status == 0));
+    let size = 800;
+    file.set_len(size * BLOCK as u64).unwrap();
+    let most = (1 << 18) / size as usize;
+    let (head, states) = ctl.classify(&vec![range; abi::RANGES_MAX as usize]);
+    let told: Vec<_> = states.iter().map(status).collect();
+    assert!(told[..most].iter().all(Result::is_ok));
+    assert!(told[most..].iter().all(|status| *status == Err(Errno::E2BIG)), "{told:?}");
+    assert_eq!(head.failed as usize, told.len() - most);
+}
+
 #[test]
 fn what_is_written_and_what_is_stored_shows() {
     let mount = Mount::new();

@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use common::ctl::{Ctl, header, identity, named, names_message, node, node_of, part, raw_ioctl, status};
 use common::run::wait_until;
-use common::{Mount, Options, bytes};
+use common::{Mount, Options, bytes, memory_only};
 use kvcachefs::abi::{self, Command as Ioctl, Slot};
 use nix::errno::Errno;
 use nix::libc;
@@ -407,4 +407,23 @@ fn handles_are_files_without_content() {
         assert_eq!(errno(fs::remove_file(mount.at(path))), Errno::EPERM);
     }
     wait_until("no session is left", || mount.stat("control_sessions") == 0);
+}
+
+#[test]
+fn a_mount_that_is_read_only_can_be_asked() {
+    if memory_only() {
+        return;
+    }
+    let mut mount = Mount::new();
+    fs::write(mount.at("f"), bytes(1, 1000)).unwrap();
+    mount.drain();
+    mount.restart_with(&["--read-only"]);
+    assert_eq!(errno(OpenOptions::new().write(true).open(mount.at(".ctl/lease"))), Errno::EROFS);
+    let ctl = Ctl(File::open(mount.at(".ctl/lease")).unwrap());
+    ctl.hello().unwrap();
+    let range = ctl.ranges(&["f"]);
+    assert_eq!(ctl.lookup(&range).unwrap().0.present, 1);
+    assert_eq!(fs::read(mount.at("f")).unwrap(), bytes(1, 1000));
+    mount.wait_for("promotions_in_flight", |count| count == 0);
+    ctl.lease(&range);
 }

@@ -405,6 +405,23 @@ fn a_session_has_so_many_leases_and_no_more() {
     ctl.lease(&range);
     drop(ctl);
     check_none_left(&mount);
+
+    // And a process has so many ranges of leases, in however many sessions.
+    let sessions = [Ctl::new(&mount), Ctl::new(&mount)];
+    let windows = sessions.each_ref().map(|ctl| vec![ctl.ranges(&["f0"])[0]; 500]);
+    for at in 0..(1 << 17) / 500 {
+        sessions[at % 2].lease(&windows[at % 2]);
+    }
+    let (head, _) = sessions[0].acquire(&windows[0], 1, 0);
+    assert_eq!((head.lease, head.lease_errno), (0, Errno::EMFILE as i32));
+    sessions[0].lease(&windows[0][..(1 << 17) % 500]);
+    let (head, _) = sessions[1].acquire(&windows[1][..1], 1, 0);
+    assert_eq!((head.lease, head.lease_errno), (0, Errno::EMFILE as i32));
+    drop(sessions);
+    check_none_left(&mount);
+    assert_eq!(mount.stat("leases_denied_count"), 3);
+    let ctl = Ctl::new(&mount);
+    ctl.lease(&ctl.ranges(&["f0"]));
 }
 
 #[test]

@@ -367,7 +367,7 @@ fn a_version_that_shows_another_is_leased_with_it() {
     assert_eq!(read(&rig, &writer, 0, 10).recv().unwrap(), Ok([[1; 5], [2; 5]].concat()));
     assert_eq!(read(&rig, &reader, 0, SIZE).recv().unwrap(), Ok(vec![1; SIZE]));
     for handle in [&reader, &writer] {
-        assert_eq!(rig.store().with(|core| core.leases_of(handle.id.idx())), 0);
+        assert_eq!(rig.store().with(|core| core.hot(handle.id.idx()).map_or(0, |hot| hot.leases)), 0);
         rig.store().release(handle);
     }
     assert_eq!(rig.drain(), Ok(()));

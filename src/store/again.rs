@@ -298,7 +298,7 @@ impl Core {
         let visible = visible.or_else(|| self.own_private(parent, name, &expected.caller, false))?;
         let (posix, in_place) = (self.tree.posix(parent), self.written_in_place(visible));
         let hot = self.hot_mut(visible);
-        let (sealed, fixed, leased) = (hot.sealed(), hot.must_not_change(), !hot.leases.is_empty());
+        let (sealed, fixed, leased) = (hot.sealed(), hot.must_not_change(), hot.leases > 0);
         match expected.intent {
             Intent::Read => Some(visible),
             Intent::Write if sealed && (fixed || !in_place) => self.copy_on_write(visible).ok(),

@@ -166,7 +166,7 @@ impl Core {
             b"user.kv.tier" => self.tier(idx).to_owned(),
             b"user.kv.durable" => u8::from(self.is_durable(idx)).to_string(),
             CRC => format!("{:08x}", self.file_crc(idx)?),
-            b"user.kv.leases" => self.leases_of(idx).to_string(),
+            b"user.kv.leases" => node.hot.as_ref().map_or(0, |hot| hot.leases).to_string(),
             b"user.kv.blocks" => super::hot::blocks_for(node.size).to_string(),
             _ => return None,
         };

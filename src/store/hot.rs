@@ -250,15 +250,6 @@ impl Then {
     }
 }
 
-/// Blocks that a lease keeps in L1 and as they are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Hold {
-    pub lease: u64,
-    /// Which of its ranges they are of.
-    pub item: u32,
-    pub blocks: Range<u32>,
-}
-
 pub struct Hot {
     pub phase: Phase,
     /// Its number among the files under construction.
@@ -321,8 +312,10 @@ pub struct Hot {
     /// Its record, if it has or gets one, goes when that of its heir is there.
     pub superseded: bool,
     pub reads: Vec<PendingRead>,
-    /// What leases hold of it.
-    pub leases: Vec<Hold>,
+    /// How many leases hold something of it.
+    pub leases: u32,
+    /// How many ranges of leases each block is in. Behind the last that is in one, nothing.
+    pub leased: Vec<u32>,
     /// Changes that have begun to make holes of its blocks: what they have promised they finish, so nothing of it is
     /// leased meanwhile.
     pub zeroing: u32,
@@ -409,7 +402,8 @@ impl Hot {
             heir: None,
             superseded: false,
             reads: Vec::new(),
-            leases: Vec::new(),
+            leases: 0,
+            leased: Vec::new(),
             zeroing: 0,
             lookups: Vec::new(),
             fsyncs: Vec::new(),
@@ -439,14 +433,13 @@ impl Hot {
             || self.transfers > 0
             || self.based > 0
             || !self.reads.is_empty()
-            || !self.leases.is_empty()
+            || self.leases > 0
     }
 
     /// Whether a lease holds any of these blocks.
     pub fn is_leased(&self, blocks: Range<usize>) -> bool {
-        self.leases
-            .iter()
-            .any(|hold| (hold.blocks.start as usize) < blocks.end && blocks.start < hold.blocks.end as usize)
+        let end = blocks.end.min(self.leased.len());
+        blocks.start < end && self.leased[blocks.start..end].iter().any(|count| *count > 0)
     }
 
     /// How many of a resident block's first `len` bytes somebody wrote: recycled memory behind them shows nothing but
@@ -555,7 +548,7 @@ impl Hot {
             || self.based > 0
             || self.base.is_some()
             || !self.reads.is_empty()
-            || !self.leases.is_empty()
+            || self.leases > 0
             || !self.lookups.is_empty()
             || !self.fsyncs.is_empty()
             || self.write_back != WriteBack::None

@@ -406,7 +406,7 @@ impl Core {
         let hot = self.hot_mut(idx);
         let nameless = !named && hot.private().is_none_or(|private| private.parent == NONE);
         // An open never waits for a lease, which keeps the bytes: another version is empty in its place (rule R12).
-        let leased = !hot.leases.is_empty();
+        let leased = hot.leases > 0;
         (match &hot.phase {
             Phase::Private(_) => mine && size == 0,
             Phase::Open => (posix && !leased) || size == 0,

@@ -40,7 +40,7 @@ impl Core {
         let hot = self.hot_mut(idx);
         let on_device =
             hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
-        let unleased = hot.leases.is_empty();
+        let unleased = hot.leases == 0;
         let Some(old) = hot.slab.clone() else { return Ok(()) };
         match self.alloc_slab(old.pages(), idx) {
             Some(new) => {
@@ -60,6 +60,7 @@ impl Core {
                     }
                 }
             }
+            None if !unleased => return Err(Stop::Lease),
             None => return Err(Stop::Room),
         }
         debug_assert!(size <= old.capacity_bytes());
@@ -226,7 +227,7 @@ impl Core {
             && hot.slab.is_none()
             && hot.blocks.iter().skip(1).all(|block| block.mem.is_none() && block.place.is_empty())
             && matches!(hot.blocks[0].mem, Mem::Chunk(_))
-            && hot.leases.is_empty()
+            && hot.leases == 0
             && index > 0;
         // A block in a chunk stays in chunks: its bytes are there, not in the slab.
         let chunked = matches!(hot.blocks[index].mem, Mem::Chunk(_));

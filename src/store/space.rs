@@ -86,11 +86,6 @@ impl Core {
         if self.slab_droppable(idx) {
             return true;
         }
-        // Large files with many leases are mostly leased as a whole.
-        let all = hot.blocks.len() as u32;
-        if hot.leases.iter().any(|hold| hold.blocks.start == 0 && hold.blocks.end >= all) {
-            return false;
-        }
         hot.blocks.iter().enumerate().any(|(index, block)| self.chunk_droppable(idx, index, block))
     }
 
@@ -100,7 +95,7 @@ impl Core {
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return false };
         // What could not be stored may be here alone.
-        if hot.slab.is_none() || hot.transfers > 0 || node.has(LOST) || !hot.leases.is_empty() {
+        if hot.slab.is_none() || hot.transfers > 0 || node.has(LOST) || hot.leases > 0 {
             return false;
         }
         if hot.sealed() && !hot.mixed {
@@ -423,7 +418,7 @@ impl Core {
             && hot.based == 0
             && hot.base.is_none()
             && hot.reads.is_empty()
-            && hot.leases.is_empty()
+            && hot.leases == 0
             && hot.write_back == WriteBack::None
             && hot.supersedes.is_empty()
             && !hot.dirty_blocks()

@@ -9,8 +9,12 @@ use super::session::{Session, SessionId};
 use super::{Miss, Waits};
 use crate::abi::{self, RangeState, Slot};
 use crate::store::core::Core;
-use crate::store::hot::{BLOCK, Block, Hot, Mem, blocks_for};
+use crate::store::hot::{BLOCK, Block, Hot, Mem, WriteBack, blocks_for};
 use crate::store::node::{COMMITTED, Idx, LOST, SLOT};
+
+/// Blocks that are looked at one by one for one request: 64 GiB, which takes a few milliseconds, during which nobody else
+/// is served. A window that is wholly in slabs, or wholly in L2, takes no such looks.
+const LOOKS_MAX: usize = 1 << 18;
 
 /// A range of a window, once it is known of which file.
 pub(super) struct Seen {
@@ -98,29 +102,42 @@ impl Core {
         plain
     }
 
-    fn state_of(&self, seen: &Seen) -> Result<RangeState, Errno> {
+    fn state_of(&self, seen: &Seen, looked: &mut usize) -> Result<RangeState, Errno> {
         let blocks = seen.blocks();
         let bytes = seen.bytes.end - seen.bytes.start;
         let (mut blocks_l1, mut bytes_l1, mut loading) = (blocks.len(), bytes, false);
-        if !self.is_plainly_resident(seen.shown) {
-            let hot = self.hot(seen.shown);
-            for index in blocks.clone() {
-                let block = hot.and_then(|hot| hot.blocks.get(index));
-                if block.is_some_and(|block| block.bad) {
-                    return Err(Errno::EIO);
+        match self.hot(seen.shown) {
+            _ if self.is_plainly_resident(seen.shown) => {}
+            None => (blocks_l1, bytes_l1) = (0, 0),
+            Some(hot) => {
+                *looked += blocks.len();
+                if *looked > LOOKS_MAX {
+                    return Err(Errno::E2BIG);
                 }
-                if block.is_some_and(Block::resident) || self.is_hole(seen.shown, index) {
-                    continue;
+                let mut places: Option<Vec<bool>> = None;
+                for index in blocks.clone() {
+                    let block = hot.blocks.get(index);
+                    if block.is_some_and(|block| block.bad) {
+                        return Err(Errno::EIO);
+                    }
+                    if block.is_some_and(Block::resident) {
+                        continue;
+                    }
+                    let places = places.get_or_insert_with(|| self.places_in(seen.shown, blocks.clone()));
+                    if block.is_none_or(|block| block.mem.is_none()) && !places[index - blocks.start] {
+                        continue;
+                    }
+                    loading |= block.is_some_and(Block::is_loading);
+                    let start = index as u64 * BLOCK;
+                    blocks_l1 -= 1;
+                    bytes_l1 -= seen.bytes.end.min(start + BLOCK) - seen.bytes.start.max(start);
                 }
-                loading |= block.is_some_and(Block::is_loading);
-                let start = index as u64 * BLOCK;
-                blocks_l1 -= 1;
-                bytes_l1 -= seen.bytes.end.min(start + BLOCK) - seen.bytes.start.max(start);
             }
         }
         let hot = self.hot(seen.idx);
         let mut flags = self.file_state(seen.idx);
-        let is_leased = |hot: &Hot| hot.is_leased(blocks.clone());
+        // Of a file that is in no lease nothing is looked at.
+        let is_leased = |hot: &Hot| hot.leases > 0 && hot.is_leased(blocks.clone());
         flags |= if hot.is_some_and(is_leased) { abi::STATE_LEASED } else { 0 };
         flags |= if loading { abi::STATE_LOADING } else { 0 };
         Ok(RangeState {
@@ -140,18 +157,23 @@ impl Core {
         let node = self.node(idx);
         let hot = node.hot.as_ref();
         let open = hot.is_some_and(|hot| hot.writers > 0 || !hot.sealed());
-        // Nothing is dirty of what is sealed and has its places in its record.
-        let settled = hot.is_none_or(|hot| hot.sealed() && !hot.placed && hot.base.is_none());
-        let durable = if settled { node.has(COMMITTED) } else { self.is_durable(idx) };
+        let durable = node.has(COMMITTED)
+            && hot.is_none_or(|hot| {
+                // Nothing is dirty of what is sealed and has its places in its record.
+                let settled = !hot.placed || (hot.write_back == WriteBack::None && !hot.dirty_blocks());
+                hot.sealed() && hot.base.is_none() && settled
+            });
         (if durable { abi::STATE_DURABLE } else { 0 }) | (if open { abi::STATE_OPEN } else { 0 })
     }
 
     fn states(&self, window: &Window) -> Vec<RangeState> {
-        let state = |seen: &Result<Seen, Errno>| {
-            let state = seen.as_ref().map_err(|errno| *errno).and_then(|seen| self.state_of(seen));
+        let mut looked = 0;
+        let mut state = |seen: &Result<Seen, Errno>| {
+            let state =
+                seen.as_ref().map_err(|errno| *errno).and_then(|seen| self.state_of(seen, &mut looked));
             state.unwrap_or_else(|errno| RangeState { status: -(errno as i32), ..RangeState::default() })
         };
-        window.iter().map(state).collect()
+        window.iter().map(&mut state).collect()
     }
 
     pub(super) fn look_up(

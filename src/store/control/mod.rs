@@ -6,6 +6,7 @@
 //! true for one instant, and a lease is granted in the same (rule R11).
 
 mod classify;
+mod holds;
 mod leases;
 mod names;
 mod parts;

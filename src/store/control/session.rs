@@ -1,6 +1,7 @@
 //! Who has opened a control file, and what belongs to that handle.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
 
 use super::names::{Batch, Slots};
 use crate::store::process::{Caller, command_of, groups_of, process_of};
@@ -42,7 +43,7 @@ impl Who {
 }
 
 pub struct Session {
-    pub who: Who,
+    pub who: Arc<Who>,
     /// It has said HELLO: what it writes are names.
     pub greeted: bool,
     pub names: Slots,
@@ -57,7 +58,7 @@ pub struct Session {
 impl Session {
     pub fn new(who: Who) -> Self {
         Self {
-            who,
+            who: Arc::new(who),
             greeted: false,
             names: Slots::default(),
             batch: Batch::default(),
