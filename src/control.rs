@@ -525,7 +525,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         counter(
             "leases_denied_count",
             c.leases_denied_count,
-            "Leases denied for their number in one session.",
+            "Leases denied for how many leases, or ranges of leases, there may be.",
         ),
         counter(
             "leases_denied_changing",

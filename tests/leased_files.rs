@@ -304,6 +304,43 @@ fn eviction_passes_by_what_is_leased() {
     wait_until("they leave", || ctl.classify(&all).0.tier != abi::TIER_L1);
 }
 
+/// A lease was granted for the memory that it kept then. What the file grows by is no part of it.
+#[test]
+fn what_a_leased_file_grows_by_is_not_kept() {
+    if memory_only() {
+        return;
+    }
+    let mount = Mount::new();
+    let _watchdog = Watchdog::new(&mount);
+    fs::create_dir(mount.at("d")).unwrap();
+    let posix = std::process::Command::new("setfattr")
+        .args(["-n", "user.kv.publish", "-v", "posix"])
+        .arg(mount.at("d"))
+        .status()
+        .unwrap();
+    assert!(posix.success());
+    let mut content = bytes(1, 2 * BLOCK as usize);
+    let file = File::create(mount.at("d/f")).unwrap();
+    file.write_all_at(&content, 0).unwrap();
+    drop(file);
+    mount.drain();
+    let ctl = Ctl::new(&mount);
+    let range = ctl.ranges(&["d/f"])[0];
+    ctl.lease(&[part(range, 0, BLOCK)]);
+    let before = mount.stat("leased_bytes");
+    let file = OpenOptions::new().write(true).open(mount.at("d/f")).unwrap();
+    content.extend(bytes(2, 12 * MIB));
+    file.write_all_at(&content[2 * BLOCK as usize..], 2 * BLOCK).unwrap();
+    drop(file);
+    mount.drain();
+    mount.push_out_of_l1();
+    assert_eq!(mount.stat("leased_bytes"), before);
+    let (_, states) = ctl.classify(&[part(range, 0, BLOCK), part(range, 2 * BLOCK, 0)]);
+    assert_eq!(states[0].tier, abi::TIER_L1);
+    assert!(states[1].bytes_l1 < states[1].bytes / 4, "{states:?}");
+    assert!(fs::read(mount.at("d/f")).unwrap() == content);
+}
+
 /// A lease keeps memory from everybody; whoever wants to store goes on all the same.
 #[test]
 fn writers_go_on_beside_all_that_may_be_leased() {

@@ -330,6 +330,27 @@ fn ranges_are_given_back_one_by_one() {
     ctl.release(lease).unwrap();
     check_none_left(&mount);
 
+    // Not in crumbs.
+    let lease = ctl.lease(&all[..1]);
+    for at in 0..3 {
+        let crumbs: Vec<Range> = (0..500).map(|crumb| part(item(0), (at * 500 + crumb) * 2 + 1, 1)).collect();
+        let told = ctl.release_ranges(lease, 0, &crumbs);
+        let expected = if at < 2 { Ok(()) } else { Err(Errno::E2BIG) };
+        assert_eq!(told.map(drop), expected);
+    }
+    assert_eq!(ctl.query(lease).unwrap().1[0].held, MIB - 1000);
+    assert_eq!(ctl.release_ranges(lease, 0, &[item(0)]).map(|left| left.state), Ok(abi::LEASE_GONE));
+
+    // What is empty is given back by its party alone.
+    fs::write(mount.at("empty"), b"").unwrap();
+    let lease = ctl.lease_for(&ctl.ranges(&["empty"]), 2);
+    let rank = Ctl::new(&mount);
+    rank.attach(lease).unwrap();
+    assert_eq!(rank.release_ranges(lease, 0, &[item(0)]).map(|left| left.state), Ok(abi::LEASE_GONE));
+    assert_eq!(ctl.query(lease).map(|(left, _)| (left.parties, left.own)), Ok((1, 1)));
+    ctl.release(lease).unwrap();
+    check_none_left(&mount);
+
     // One of several own shares, or all of them.
     let lease = ctl.lease_for(&all, 2);
     let held = || ctl.query(lease).unwrap().1.iter().map(|range| range.held).collect::<Vec<_>>();

@@ -284,10 +284,16 @@ impl Core {
     pub fn grow_slab(&mut self, idx: Idx, end: u64) -> bool {
         let largest = self.settings.slab_file_max;
         loop {
-            let Some(slab) = &self.hot_mut(idx).slab else { return false };
+            let hot = self.hot_mut(idx);
+            let leased = hot.leases > 0;
+            let Some(slab) = &hot.slab else { return false };
             let capacity = slab.capacity_bytes();
             if capacity >= end {
                 return true;
+            }
+            if leased {
+                // A lease keeps the slab whole, and was granted for what it took then.
+                return false;
             }
             if !slab.can_grow_to(pages(end)) {
                 // Nobody has to leave for what room would not help.

@@ -200,8 +200,10 @@ impl Core {
         let node = self.node(idx);
         let size = node.size;
         let Some(hot) = &node.hot else { return false };
+        // What is leased of it, holes, takes no memory, and shall not keep a slab.
         if !hot.sealed()
             || hot.slab.is_some()
+            || hot.leases > 0
             || node.has(SLOT | LOST)
             || size <= self.settings.small_file_max
             || size > self.settings.slab_file_max

@@ -73,7 +73,6 @@ impl Core {
             let idx = node.idx();
             self.hot_mut(idx).leases += 1;
             self.keep_leased(idx);
-            self.touch(idx);
         }
     }
 

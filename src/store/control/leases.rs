@@ -214,6 +214,10 @@ impl Core {
         };
         let items: Vec<Item> = window.into_iter().map(item).collect();
         self.hold(&items, &files);
+        // The first of them leaves last: what follows is of use only together with what is before it.
+        for item in items.iter().rev() {
+            self.touch(item.node.idx());
+        }
         let leases = &mut self.control.leases;
         leases.last += 1;
         let lease = leases.last;

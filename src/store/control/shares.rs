@@ -1,5 +1,6 @@
 //! The shares of a lease: who attaches to one, asks after it, extends it, gives back what of it.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::time::Instant;
 
@@ -7,11 +8,14 @@ use nix::errno::Errno;
 
 use super::classify::millis;
 use super::leases::{Item, Share};
-use super::parts::without;
+use super::parts::{Parts, without};
 use super::session::{Session, SessionId};
 use super::{LEASES_MAX, Miss};
 use crate::abi;
 use crate::store::core::Core;
+
+/// Pieces of a range that a share may be left with: who gives back every other byte is told to take more at a time.
+const PARTS_MAX: usize = 1024;
 
 /// Which part of the range `item` a client means by `range`.
 fn meant(range: &abi::Range, item: &Item) -> Range<u64> {
@@ -218,16 +222,31 @@ impl Core {
             true => own.collect(),
             false => own.filter(|&at| holds(&lease.shares[at])).take(1).collect(),
         };
-        for at in chosen {
+        let mut left: Vec<HashMap<u32, Parts>> = Vec::with_capacity(chosen.len());
+        for &at in &chosen {
+            let mut of_share = HashMap::new();
             for (item, cut) in &cuts {
-                let whole = || vec![lease.items[*item as usize].bytes.clone()];
-                let left = lease.shares[at].left.entry(*item).or_insert_with(whole);
-                *left = without(left, cut);
+                let before = || {
+                    let left = lease.shares[at].left.get(item).cloned();
+                    left.unwrap_or_else(|| vec![lease.items[*item as usize].bytes.clone()])
+                };
+                let parts = of_share.entry(*item).or_insert_with(before);
+                *parts = without(parts, cut);
+                if parts.len() > PARTS_MAX {
+                    return Err(Errno::E2BIG);
+                }
+            }
+            left.push(of_share);
+        }
+        for (&at, left) in chosen.iter().zip(left) {
+            lease.shares[at].left.extend(left);
+        }
+        for &at in chosen.iter().rev() {
+            if lease.is_done(&lease.shares[at]) {
+                // Nothing else was left of it.
+                lease.shares.remove(at);
             }
         }
-        // Of shares that are done nothing else was left.
-        let shares = std::mem::take(&mut lease.shares);
-        lease.shares = shares.into_iter().filter(|share| !lease.is_done(share)).collect();
         if lease.shares.is_empty() {
             self.end_lease(id);
             return Ok(());
