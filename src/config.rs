@@ -92,6 +92,12 @@ pub struct Config {
     pub small_file_max: Bytes,
     /// Files beyond this size are slot files. Default: a quarter of L1, at most 1 GiB.
     pub slab_file_max: Bytes,
+    /// What all leases may hold of L1 (rule R12). Default: three quarters of it, so that others can go on.
+    pub lease_max: Bytes,
+    /// What those of one process may hold. Default: half of L1, so that no client can freeze it alone.
+    pub lease_client_max: Bytes,
+    /// The longest time to live of a lease; 60 s is what one gets that asks for none. Default: 1 h.
+    pub lease_ttl_max: Duration,
     /// Published bytes not yet on the device (rule R7); always less than `l1`. Default: a quarter of L1, at
     /// least 64 MiB, at most 4 GiB.
     pub dirty_limit: Bytes,
@@ -290,6 +296,7 @@ impl Config {
         })?;
         let l1 = take!(layers.l1).unwrap_or_else(|| default_l1(host));
         let l2 = take!(layers.l2).unwrap_or_default();
+        let lease_max = take!(layers.lease_max).unwrap_or(Bytes(l1.get() / 4 * 3));
         let fsname = take!(layers.fsname).unwrap_or_else(|| default_fsname(&l2));
         let period = |given: Option<Period>, default: Duration| given.map_or(default, |period| period.0);
         let config = Self {
@@ -319,6 +326,10 @@ impl Config {
             chunk_reserve: take!(layers.chunk_reserve),
             small_file_max: take!(layers.small_file_max).unwrap_or(SMALL_FILE_MAX),
             slab_file_max: take!(layers.slab_file_max).unwrap_or(Bytes(l1.get() / 4).min(Bytes::gib(1))),
+            lease_max,
+            lease_client_max: take!(layers.lease_client_max)
+                .unwrap_or_else(|| Bytes(l1.get() / 2).min(lease_max)),
+            lease_ttl_max: period(take!(layers.lease_ttl_max), Duration::from_secs(3600)),
             dirty_limit: take!(layers.dirty_limit).unwrap_or_else(|| default_dirty_limit(l1)),
             publish_wait: period(take!(layers.publish_wait), Duration::from_millis(20)),
             drain_timeout: period(take!(layers.drain_timeout), Duration::from_secs(30)),
@@ -334,6 +345,7 @@ impl Config {
             sources: layers.sources,
         };
         config.check_memory(host)?;
+        config.check_leases()?;
         config.check_l2()?;
         config.check_running()?;
         Ok(config)
@@ -409,6 +421,24 @@ impl Config {
             }
             _ => Ok(()),
         }
+    }
+
+    fn check_leases(&self) -> Result<()> {
+        let wrong = |key, cause: String| Error::new(self.named(key), cause);
+        if self.lease_max >= self.l1 {
+            let cause =
+                format!("{} is not below the {} of L1: nobody else could go on", self.lease_max, self.l1);
+            return Err(wrong("lease_max", cause).remedy("give less, or a larger --l1"));
+        }
+        if self.lease_client_max > self.lease_max {
+            let cause = format!("{} is more than --lease-max {}", self.lease_client_max, self.lease_max);
+            return Err(wrong("lease_client_max", cause).remedy("give less, or a larger --lease-max"));
+        }
+        if self.lease_ttl_max.is_zero() {
+            return Err(wrong("lease_ttl_max", "0s would end each lease at once".to_owned())
+                .remedy("give a minute or more; --lease-max 0B grants none"));
+        }
+        Ok(())
     }
 
     fn check_l2(&self) -> Result<()> {
@@ -503,7 +533,7 @@ impl Config {
         let path = |path: &Path| text(&path.display());
         let period = |duration: Duration| text(&Period(duration));
         let stores = self.l2.iter().map(|spec| text(spec)).collect::<Vec<_>>().join(", ");
-        let rows: [(&str, Option<String>); 34] = [
+        let rows: [(&str, Option<String>); 37] = [
             ("mountpoint", Some(path(&self.mountpoint))),
             ("l1", Some(text(&self.l1))),
             ("l2", Some(format!("[{stores}]"))),
@@ -528,6 +558,9 @@ impl Config {
             ("chunk_reserve", self.chunk_reserve.map(|size| text(&size))),
             ("small_file_max", Some(text(&self.small_file_max))),
             ("slab_file_max", Some(text(&self.slab_file_max))),
+            ("lease_max", Some(text(&self.lease_max))),
+            ("lease_client_max", Some(text(&self.lease_client_max))),
+            ("lease_ttl_max", Some(period(self.lease_ttl_max))),
             ("dirty_limit", Some(text(&self.dirty_limit))),
             ("publish_wait", Some(period(self.publish_wait))),
             ("drain_timeout", Some(period(self.drain_timeout))),

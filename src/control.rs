@@ -1,4 +1,4 @@
-//! The control files: what a person reads with `cat` (and, later, what an engine asks by ioctl).
+//! The control files: what a person reads with `cat`, and the handles through which an engine asks by ioctl.
 //!
 //! `.ctl` in the root is not listed, so that tools that walk the tree do not walk into it. Its files have no size,
 //! as in `/proc`: their content is made when they are opened, except that of `events`, which grows and can be followed.
@@ -14,11 +14,12 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use crate::stats::Events;
-use crate::store::Store;
 use crate::store::attr::{Attr, Entry};
+use crate::store::control::SessionId;
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::report::Snapshot;
+use crate::store::{Caller, Store};
 use crate::units::{Bytes, counted};
 
 /// Inode number of `.ctl`; its files follow. Those of the store are larger than 2^32.
@@ -32,15 +33,28 @@ enum File {
     Config,
     Version,
     Events,
+    Leases,
+    /// What is asked of it by ioctl belongs to the handle.
+    Lease,
+    Prefetch,
 }
 
-const FILES: [(&str, File); 6] = [
+impl File {
+    fn is_session(self) -> bool {
+        matches!(self, Self::Lease | Self::Prefetch)
+    }
+}
+
+const FILES: [(&str, File); 9] = [
     ("status", File::Status),
     ("stats", File::Stats),
     ("metrics", File::Metrics),
     ("config", File::Config),
     ("version", File::Version),
     ("events", File::Events),
+    ("leases", File::Leases),
+    ("lease", File::Lease),
+    ("prefetch", File::Prefetch),
 ];
 
 /// An open control file.
@@ -49,6 +63,8 @@ pub struct Opened {
     text: Vec<u8>,
     /// Of `events`: what this reader's offsets are counted from.
     from: OnceLock<u64>,
+    /// What the handle owns, if it can own something.
+    pub session: Option<SessionId>,
 }
 
 pub struct Control {
@@ -133,7 +149,12 @@ impl Control {
             kind: if dir { Kind::Dir } else { Kind::File },
             size,
             blocks: 0,
-            mode: if dir { 0o555 } else { 0o444 },
+            mode: match Self::file(ino) {
+                None => 0o555,
+                // Whoever may not name a file by its path may not name it here.
+                Some(file) if file.is_session() => 0o666,
+                Some(_) => 0o444,
+            },
             nlink: if dir { 2 } else { 1 },
             uid: self.uid,
             gid: self.gid,
@@ -197,23 +218,40 @@ impl Control {
         }
     }
 
-    pub fn open(&self, ino: u64, flags: i32) -> Option<Result<Opened, Errno>> {
+    pub fn open(&self, ino: u64, flags: i32, caller: &Caller) -> Option<Result<Opened, Errno>> {
         if ino == DIR_INO {
             return Some(Err(Errno::EISDIR));
         }
         let file = Self::file(ino)?;
-        if flags & libc::O_ACCMODE != libc::O_RDONLY {
+        if flags & libc::O_ACCMODE != libc::O_RDONLY && !file.is_session() {
             return Some(Err(Errno::EACCES));
         }
+        let session = file.is_session().then(|| self.store.open_session(caller));
         let text = match file {
             File::Status => self.status(),
             File::Stats => self.stats(),
             File::Metrics => self.metrics(),
             File::Config => self.config.clone(),
             File::Version => format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")),
-            File::Events => String::new(),
+            File::Leases => self.store.leases_text(caller.uid),
+            File::Events | File::Lease | File::Prefetch => String::new(),
         };
-        Some(Ok(Opened { file, text: text.into_bytes(), from: OnceLock::new() }))
+        Some(Ok(Opened { file, text: text.into_bytes(), from: OnceLock::new(), session }))
+    }
+
+    /// What a client writes to a control file.
+    pub fn write(&self, opened: &Opened, data: &[u8]) -> Result<u32, Errno> {
+        match opened.session {
+            Some(session) => self.store.write_names(session, data),
+            None => Err(Errno::EPERM),
+        }
+    }
+
+    /// The last descriptor of a control file is closed.
+    pub fn release(&self, opened: &Opened) {
+        if let Some(session) = opened.session {
+            self.store.close_session(session);
+        }
     }
 
     pub fn read(&self, opened: &Opened, offset: u64, len: usize) -> Vec<u8> {
@@ -322,6 +360,16 @@ impl Control {
             s.waiting_changes
         ));
         line(format_args!(
+            "leases {}: {} of {}   granted {}   denied {}   expired {}   writes waiting for them {}",
+            s.leases,
+            Bytes(s.leased_bytes).approx(),
+            Bytes(s.lease_max_bytes).approx(),
+            c.leases_granted,
+            c.leases_denied_client + c.leases_denied_full + c.leases_denied_count + c.leases_denied_changing,
+            c.leases_expired,
+            s.waiting_for_leases
+        ));
+        line(format_args!(
             "errors: checksum {}   read {}   store {}   no space {}   timeouts {}   discarded {}",
             c.crc_errors, c.read_errors, c.store_failures, c.no_space, c.timeouts, c.discarded
         ));
@@ -406,6 +454,12 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("writeback_queued_files", s.queued_files, "Entries of the publish queue."),
         gauge("writeback_in_flight_bytes", s.writeback_in_flight_bytes, "Bytes on their way to the devices."),
         gauge("waiting_writers", s.waiting_changes, "Writes that wait for room."),
+        gauge("waiting_for_leases", s.waiting_for_leases, "Of these, writes that wait for a lease to end."),
+        gauge("control_sessions", s.sessions, "Open handles of .ctl/lease and .ctl/prefetch."),
+        gauge("interned_names", s.interned_names, "Names that these have interned."),
+        gauge("leases", s.leases, "Leases."),
+        gauge("leased_bytes", s.leased_bytes, "Memory that leases hold in L1."),
+        gauge("lease_capacity_bytes", s.lease_max_bytes, "Memory that leases may hold."),
         gauge("waiting_bytes", s.waiting_bytes, "Bytes that the daemon holds of writes that wait."),
         gauge("promotions_in_flight", c.promoting, "Groups of blocks on their way from the devices."),
         gauge("device_in_flight", engines(|g| g.outstanding()), "Transfers that devices are working on."),
@@ -464,6 +518,32 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
             "Blocks that cannot be read back, of files that stay: slot files, and what is being written.",
         ),
         counter("writer_waits", c.waits, "Writes that had to wait."),
+        counter("lease_waits", c.lease_waits, "Of these, those that waited for a lease first."),
+        counter("lease_timeouts", c.lease_timeouts, "Writes that waited in vain for a lease to end."),
+        counter("control_lookups", c.control_lookups, "Lists of names that were looked up by ioctl."),
+        counter("classified_l1", c.classified_l1, "Windows that were wholly in L1."),
+        counter("classified_mixed", c.classified_mixed, "Windows that were partly in L1."),
+        counter("classified_l2", c.classified_l2, "Windows of which nothing was in L1."),
+        counter("classified_absent", c.classified_absent, "Windows of which nothing was there."),
+        counter("leases_granted", c.leases_granted, "Leases granted."),
+        counter(
+            "leases_denied_client",
+            c.leases_denied_client,
+            "Leases denied for what one process may have.",
+        ),
+        counter("leases_denied_full", c.leases_denied_full, "Leases denied for what all may have."),
+        counter(
+            "leases_denied_count",
+            c.leases_denied_count,
+            "Leases denied for how many leases, or ranges of leases, there may be.",
+        ),
+        counter(
+            "leases_denied_changing",
+            c.leases_denied_changing,
+            "Leases denied since somebody was writing to a file at that moment.",
+        ),
+        counter("leases_expired", c.leases_expired, "Leases that ended since their time to live was over."),
+        counter("leases_closed", c.leases_closed, "Leases that ended with the handle of their last holder."),
         counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
         counter("fsync_timeouts", c.fsync_timeouts, "Of these, fsyncs and drains."),
         counter("slabs_created", s.pool.created, "Slabs made."),

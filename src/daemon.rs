@@ -303,10 +303,15 @@ impl Daemon {
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
             fsync_deadline: config.fsync_deadline,
+            lease_max_bytes: config.lease_max.0,
+            lease_client_max_bytes: config.lease_client_max.0,
+            lease_ttl_max: config.lease_ttl_max,
         };
         let Recovered { tree, allocators, by_recency, dropped, refused, .. } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
         core.count_all();
+        // No number of one life of the daemon is that of another.
+        core.tree.generation = crate::store::core::now().unsigned_abs();
         core.counters.recovery_bytes = volume.as_ref().map_or(0, |volume| volume.recovery_bytes());
         for idx in by_recency {
             core.touch(idx);
@@ -575,6 +580,8 @@ mod device_log;
 mod in_flight_tests;
 #[cfg(test)]
 mod late_release_tests;
+#[cfg(test)]
+mod lease_tests;
 #[cfg(test)]
 mod read_tests;
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! kvcachefs: a FUSE file system that keeps the key/value cache of LLM inference in RAM and on NVMe.
 
+pub mod abi;
 pub mod background;
 pub mod cli;
 pub mod config;

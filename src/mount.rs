@@ -124,27 +124,8 @@ pub fn prepare(request: &Request) -> Result<PathBuf> {
 /// Directories that the machine or its users need, just as they are: what hides them, hides programs, sockets, homes or
 /// the way to unmount it again. What is below them may be mounted on, and so may `/mnt`, `/media` and `/srv`.
 const NEEDED: [&str; 21] = [
-    "/",
-    "/proc",
-    "/sys",
-    "/dev",
-    "/dev/shm",
-    "/etc",
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/libx32",
-    "/run",
-    "/var",
-    "/var/tmp",
-    "/tmp",
-    "/boot",
-    "/home",
-    "/root",
-    "/opt",
+    "/", "/proc", "/sys", "/dev", "/dev/shm", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64",
+    "/libx32", "/run", "/var", "/var/tmp", "/tmp", "/boot", "/home", "/root", "/opt",
 ];
 
 /// Whether mounting there would hide what the machine runs on. Below `/proc` and `/sys` nothing but the kernel makes
@@ -597,7 +578,8 @@ mod tests {
         let file = dir.path().join("file");
         fs::write(&file, "").expect("a file");
         assert!(refusal(&request(&file)).contains("file: is not a directory"));
-        let needed = ["/", "/proc", "/proc/sys", "/usr/../dev", "/bin", "/tmp", "/home/", "/root", "/opt", "/boot"];
+        let needed =
+            ["/", "/proc", "/proc/sys", "/usr/../dev", "/bin", "/tmp", "/home/", "/root", "/opt", "/boot"];
         for needed in needed {
             let refused = refusal(&request(Path::new(needed)));
             assert!(refused.starts_with(&format!("{needed}: the machine needs")), "{refused}");

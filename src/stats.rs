@@ -59,6 +59,26 @@ pub struct Counters {
     pub timeouts: u64,
     pub fsync_timeouts: u64,
     pub dirty_peak_pages: u64,
+    pub control_lookups: u64,
+    /// Windows that were classified, by what came of it.
+    pub classified_l1: u64,
+    pub classified_mixed: u64,
+    pub classified_l2: u64,
+    pub classified_absent: u64,
+    pub leases_granted: u64,
+    /// For what one process, or all, may have.
+    pub leases_denied_client: u64,
+    pub leases_denied_full: u64,
+    /// For the number of leases of one session.
+    pub leases_denied_count: u64,
+    /// Since somebody was writing to a file at that moment.
+    pub leases_denied_changing: u64,
+    pub leases_expired: u64,
+    /// Ended with the handle of their last holder.
+    pub leases_closed: u64,
+    /// Changes that waited for a lease, and those that did so in vain.
+    pub lease_waits: u64,
+    pub lease_timeouts: u64,
 }
 
 /// Events kept for readers that come later.

@@ -46,6 +46,7 @@ fn links_lead_to_files() {
         "README.md",
         "docs/ARCHITECTURE.md",
         "docs/SEMANTICS.md",
+        "docs/CONTROL.md",
         "docs/OPERATIONS.md",
         "docs/SECURITY.md",
         "docs/ON-DISK.md",

@@ -171,7 +171,8 @@ mod tests {
         for line in ["", "--l1 512MiB --in-flight 1", "--requests 60 --check", "--trace t --bound 1"] {
             assert!(checks(line), "{line}");
         }
-        for line in ["--capacity-percent 10", "--requests 60", "--trace t", "--l2 /s:1GiB", "--in-flight 16"] {
+        for line in ["--capacity-percent 10", "--requests 60", "--trace t", "--l2 /s:1GiB", "--in-flight 16"]
+        {
             assert!(!checks(line), "{line}");
         }
     }

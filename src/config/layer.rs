@@ -26,6 +26,7 @@ const TIERS: &str = "Tiers";
 const ACCESS: &str = "Access";
 const READING: &str = "Reading and residency";
 const WRITING: &str = "Writing and durability";
+const CONTROL: &str = "Leases";
 const RUNNING: &str = "Running";
 
 #[derive(Args, Deserialize, Clone, Default, Debug)]
@@ -131,6 +132,19 @@ pub struct Layer {
     /// L1, at most 1GiB.
     #[arg(long, value_name = "SIZE", help_heading = READING)]
     pub slab_file_max: Option<Bytes>,
+
+    /// What leases may hold of L1, all together; 0B: nobody gets one. Default: three quarters of L1.
+    #[arg(long, value_name = "SIZE", help_heading = CONTROL)]
+    pub lease_max: Option<Bytes>,
+
+    /// What the leases of one process may hold of L1. Default: half of L1, or --lease-max if that is less.
+    #[arg(long, value_name = "SIZE", help_heading = CONTROL)]
+    pub lease_client_max: Option<Bytes>,
+
+    /// The longest time to live of a lease that is not extended. It is a backstop: leases end with the handle they were
+    /// taken on. Default: 1h.
+    #[arg(long, value_name = "TIME", help_heading = CONTROL)]
+    pub lease_ttl_max: Option<Period>,
 
     /// Bytes that may be published and not yet on L2; writers beyond it wait. Less than L1, and at least 64MiB or
     /// half of L1, whichever is less. Default: a quarter of L1 within that, at most 4GiB.
@@ -352,6 +366,9 @@ impl Layer {
             chunk_reserve,
             small_file_max,
             slab_file_max,
+            lease_max,
+            lease_client_max,
+            lease_ttl_max,
             dirty_limit,
             publish_wait,
             drain_timeout,

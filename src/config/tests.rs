@@ -83,6 +83,15 @@ fn what_is_rendered_can_be_read_again() {
 }
 
 #[test]
+fn leases_leave_room_for_others() {
+    let config = resolve("l1=1GiB").expect("defaults");
+    assert_eq!((config.lease_max, config.lease_client_max), (Bytes::mib(768), Bytes::mib(512)));
+    let config = resolve("l1=1GiB,lease_max=300MiB").expect("one client may have all that there is");
+    assert_eq!((config.lease_max, config.lease_client_max), (Bytes::mib(300), Bytes::mib(300)));
+    assert!(resolve("lease_max=0B").is_ok(), "none at all");
+}
+
+#[test]
 fn every_option_is_rendered() {
     let text = resolve("").expect("defaults").render();
     for key in keys() {
@@ -190,6 +199,15 @@ fn what_cannot_work_is_refused_with_a_remedy() {
         ),
         ("small_file_max=2MiB".to_owned(), "--small-file-max: 2MiB is more than a block"),
         ("chunk_reserve=3MiB".to_owned(), "--chunk-reserve: 3MiB is not a multiple of 2MiB"),
+        (
+            "l1=1GiB,lease_max=1GiB".to_owned(),
+            "--lease-max: 1GiB is not below the 1GiB of L1: nobody else could go on; give less",
+        ),
+        (
+            "l1=1GiB,lease_max=100MiB,lease_client_max=101MiB".to_owned(),
+            "--lease-client-max: 101MiB is more than --lease-max 100MiB",
+        ),
+        ("lease_ttl_max=0s".to_owned(), "--lease-ttl-max: 0s would end each lease at once"),
         ("threads=0".to_owned(), "--threads: 0 is out of range"),
         ("threads=1".to_owned(), "--threads: 1 is not enough"),
         ("queue_depth=0".to_owned(), "--queue-depth: 0 is out of range"),

@@ -18,8 +18,10 @@ use fuser::{
 };
 use nix::errno::Errno;
 
+use super::ioctl;
 use crate::control::{Control, Opened as OpenedControl};
 use crate::store::attr::{Attr, Change, Entry, NAME_MAX};
+use crate::store::change::Hurry;
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::{Answer, Caller, Handle, Opened, Store, UnitReply, WriteReply};
@@ -38,7 +40,7 @@ fn background_max(dirty_limit_bytes: u64) -> u16 {
     u16::try_from(dirty_limit_bytes / u64::from(TRANSFER_MAX)).unwrap_or(u16::MAX).max(BACKGROUND_MIN)
 }
 
-enum Open {
+pub(super) enum Open {
     File(Arc<Handle>),
     Control(Arc<OpenedControl>),
 }
@@ -62,7 +64,7 @@ pub struct KvFs {
     backing_refused: AtomicBool,
 }
 
-fn fuse_errno(errno: Errno) -> FuseErrno {
+pub(super) fn fuse_errno(errno: Errno) -> FuseErrno {
     FuseErrno::from_i32(errno as i32)
 }
 
@@ -306,11 +308,13 @@ impl Filesystem for KvFs {
             ctime: ctime.map(nanos),
         };
         let Some(size) = size else { return reply_attr(reply, self.store.setattr(ino.0, change)) };
-        self.store.truncate(
+        let nonblocking = fh.and_then(|fh| self.file(fh).ok()).is_some_and(|handle| handle.nonblocking);
+        self.store.truncate_with(
             ino.0,
             fh.is_some(),
             size,
             change,
+            Hurry::of(nonblocking),
             &caller(req),
             Box::new(move |result| reply_attr(reply, result)),
         );
@@ -388,7 +392,7 @@ impl Filesystem for KvFs {
     }
 
     fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        if let Some(result) = self.control.open(ino.0, flags.0) {
+        if let Some(result) = self.control.open(ino.0, flags.0, &caller(req)) {
             return match result {
                 Ok(opened) => {
                     let fh = self.add(Open::Control(Arc::new(opened)));
@@ -479,9 +483,14 @@ impl Filesystem for KvFs {
                         result => answer(reply, result),
                     }
                 });
-                self.store.write(&handle, offset, data, written);
+                // As they are now: they may have been changed since it was opened.
+                let hurry = Hurry::of(flags.0 & libc::O_NONBLOCK != 0);
+                self.store.write_with(&handle, offset, data, hurry, written);
             }
-            Some(Open::Control(_)) => reply.error(FuseErrno::EPERM),
+            Some(Open::Control(opened)) => match self.control.write(&opened, data) {
+                Ok(len) => reply.written(len),
+                Err(errno) => reply.error(fuse_errno(errno)),
+            },
             None => reply.error(FuseErrno::EBADF),
         }
     }
@@ -503,8 +512,10 @@ impl Filesystem for KvFs {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        if let Some((_, Open::File(handle))) = self.handles.remove(&fh.0) {
-            self.store.release(&handle);
+        match self.handles.remove(&fh.0) {
+            Some((_, Open::File(handle))) => self.store.release(&handle),
+            Some((_, Open::Control(opened))) => self.control.release(&opened),
+            None => {}
         }
         reply.ok();
     }
@@ -544,15 +555,14 @@ impl Filesystem for KvFs {
         &self,
         _req: &Request,
         _ino: INodeNo,
-        _fh: FileHandle,
+        fh: FileHandle,
         _flags: IoctlFlags,
-        _cmd: u32,
-        _in_data: &[u8],
+        cmd: u32,
+        in_data: &[u8],
         _out_size: u32,
         reply: ReplyIoctl,
     ) {
-        // Many programs ask each file that they open whether it is a terminal.
-        reply.error(FuseErrno::ENOTTY);
+        ioctl::answer(&self.store, self.get(fh), cmd, in_data, reply);
     }
 
     fn readdir(&self, _req: &Request, ino: INodeNo, _fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {

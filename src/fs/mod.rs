@@ -5,6 +5,7 @@
 //! ends, so a session thread is never held (rule R15).
 
 mod adapter;
+mod ioctl;
 mod notify;
 mod session;
 

@@ -298,12 +298,12 @@ impl Core {
         let visible = visible.or_else(|| self.own_private(parent, name, &expected.caller, false))?;
         let (posix, in_place) = (self.tree.posix(parent), self.written_in_place(visible));
         let hot = self.hot_mut(visible);
-        let (sealed, fixed) = (hot.sealed(), hot.must_not_change());
+        let (sealed, fixed, leased) = (hot.sealed(), hot.must_not_change(), hot.leases > 0);
         match expected.intent {
             Intent::Read => Some(visible),
             Intent::Write if sealed && (fixed || !in_place) => self.copy_on_write(visible).ok(),
             Intent::Write => Some(visible),
-            Intent::Truncate if posix && !fixed => Some(visible),
+            Intent::Truncate if posix && !fixed && !leased => Some(visible),
             Intent::Truncate => self.empty_version(visible, &expected.caller, expected.tgid).ok(),
         }
     }

@@ -167,6 +167,7 @@ impl Core {
             // Its record may be older than what was stored of it.
             b"user.kv.durable" => u8::from(self.is_durable(idx) && !node.has(META_DIRTY)).to_string(),
             CRC => format!("{:08x}", self.file_crc(idx)?),
+            b"user.kv.leases" => node.hot.as_ref().map_or(0, |hot| hot.leases).to_string(),
             b"user.kv.blocks" => super::hot::blocks_for(node.size).to_string(),
             _ => return None,
         };
@@ -206,6 +207,11 @@ impl Core {
         }
         node.uid = change.uid.unwrap_or(node.uid);
         node.gid = change.gid.unwrap_or(node.gid);
+        if node.kind() == Kind::Dir && (change.mode.is_some() || change.uid.is_some() || change.gid.is_some())
+        {
+            self.tree.directories += 1;
+        }
+        let node = self.node_mut(idx);
         node.atime = change.atime.unwrap_or(node.atime);
         node.mtime = change.mtime.unwrap_or(node.mtime);
         node.ctime = change.ctime.unwrap_or_else(now);

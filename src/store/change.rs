@@ -33,14 +33,31 @@ pub struct Waiter {
     pub deadline: Instant,
     /// Bytes that the devices had taken when the deadline was set: while they take more, it moves (rule R7).
     pub written: u64,
-    /// It waits for a block to come from the device, not for room: others may pass it.
-    pub loading: bool,
+    pub waits_for: Needs,
+}
+
+impl Waiter {
+    /// What does not wait for room can be passed by others.
+    pub fn is_for_room(&self) -> bool {
+        self.waits_for == Needs::Room
+    }
+}
+
+/// What a change waits for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Needs {
+    Room,
+    /// A block that comes from the device.
+    Block,
+    /// The end of a lease.
+    Lease,
 }
 
 pub enum Change {
     Write {
         offset: u64,
         data: Vec<u8>,
+        hurry: Hurry,
         reply: WriteReply,
     },
     /// Of a path, not of a handle: then the version is kept open for it.
@@ -50,18 +67,35 @@ pub enum Change {
         by_path: bool,
         /// What else is asked for in the same call.
         more: attr::Change,
+        hurry: Hurry,
         reply: AttrReply,
     },
     Zero {
         range: Zero,
         /// All that can fail has been done.
         begun: bool,
+        hurry: Hurry,
         reply: UnitReply,
     },
     Extend {
         size: u64,
+        hurry: Hurry,
         reply: UnitReply,
     },
+}
+
+/// Whether whoever asks for a change waits for leases.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Hurry {
+    Waits,
+    /// O_NONBLOCK: EAGAIN instead.
+    Never,
+}
+
+impl Hurry {
+    pub fn of(nonblocking: bool) -> Self {
+        if nonblocking { Self::Never } else { Self::Waits }
+    }
 }
 
 /// Why a change cannot go on right now.
@@ -71,6 +105,8 @@ pub enum Stop {
     Load,
     /// Credit, room or memory has to be given back first.
     Room,
+    /// A lease keeps these bytes as they are.
+    Lease,
     /// Nothing is in the way, but there is much to copy: others get their turn at the lock.
     Again,
     Fail(Errno),
@@ -111,19 +147,21 @@ impl Core {
 
     /// Who comes anew queues behind those who wait for room (rule R7).
     pub fn wait_in_turn(&self, queued: bool) -> Result<(), Stop> {
-        let behind = self.admitting || self.waiters.iter().any(|waiter| !waiter.loading);
+        let behind = self.admitting || self.waiters.iter().any(Waiter::is_for_room);
         if behind && !queued { Err(Stop::Room) } else { Ok(()) }
     }
 
     /// Plans a write. On success the file is pinned until [`Core::note_write`].
     fn plan_write(&mut self, id: NodeId, offset: u64, len: usize, queued: bool) -> Result<Copy, Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
+        let end = offset.checked_add(len as u64).ok_or(Errno::EFBIG)?;
+        // Before it takes anything: what waits for a lease holds nobody up.
+        self.wait_for_leases(idx, self.blocks_written(idx, offset, end))?;
         self.wait_in_turn(queued)?;
         // What could not be stored is not stored any more: it would hold what may be dirty for as long as it is open.
         if self.poisoned || self.node(idx).has(LOST) {
             return Err(Stop::Fail(Errno::EIO));
         }
-        let end = offset.checked_add(len as u64).ok_or(Errno::EFBIG)?;
         if end > self.size_max() {
             return Err(Stop::Fail(if self.settings.memory_only { self.no_space() } else { Errno::EFBIG }));
         }
@@ -217,6 +255,13 @@ impl Core {
             let block = &mut hot.blocks[index];
             (block.io, block.mem) = (BlockIo::Idle, Mem::None);
         }
+    }
+
+    /// The blocks that a write changes: if it goes beyond the end, also the last, which gets longer.
+    fn blocks_written(&self, idx: Idx, offset: u64, end: u64) -> Range<usize> {
+        let size = self.node(idx).size;
+        let first = if end > size { offset.min(size) } else { offset };
+        (first / BLOCK) as usize..end.div_ceil(BLOCK) as usize
     }
 
     /// The last block of the file grows when something is written behind it: it has to be stored again at its new
@@ -327,8 +372,10 @@ impl Core {
 impl Core {
     /// Answers a change that has waited in vain.
     pub fn give_up_waiting(&mut self, waiter: Waiter, errno: Errno) {
-        if matches!(waiter.change, Change::Truncate { by_path: true, .. }) {
-            self.end_truncate(waiter.id);
+        match waiter.change {
+            Change::Truncate { by_path: true, .. } => self.end_truncate(waiter.id),
+            Change::Zero { begun, .. } => self.end_zeroing(waiter.id, begun),
+            _ => {}
         }
         self.reply(move || waiter.change.fail(errno));
     }
@@ -337,35 +384,53 @@ impl Core {
 /// What came of trying.
 enum Tried<T> {
     Done(Result<T, Errno>),
-    Wait { loading: bool },
+    Wait(Needs),
 }
 
 impl Store {
     /// Tries something that may take several passes.
-    fn tried<T>(self: &Arc<Self>, mut pass: impl FnMut(&mut Core) -> Result<T, Stop>) -> Tried<T> {
+    fn tried<T>(
+        self: &Arc<Self>,
+        hurry: Hurry,
+        mut pass: impl FnMut(&mut Core) -> Result<T, Stop>,
+    ) -> Tried<T> {
         loop {
             return match self.with(&mut pass) {
                 Ok(value) => Tried::Done(Ok(value)),
                 Err(Stop::Again) => continue,
                 Err(Stop::Fail(errno)) => Tried::Done(Err(errno)),
-                Err(stop) => Tried::Wait { loading: stop == Stop::Load },
+                Err(Stop::Load) => Tried::Wait(Needs::Block),
+                Err(Stop::Room) => Tried::Wait(Needs::Room),
+                Err(Stop::Lease) if hurry == Hurry::Never => Tried::Done(Err(Errno::EAGAIN)),
+                Err(Stop::Lease) => Tried::Wait(Needs::Lease),
             };
         }
     }
 
     pub fn write(self: &Arc<Self>, handle: &Handle, offset: u64, data: &[u8], reply: WriteReply) {
+        self.write_with(handle, offset, data, Hurry::Waits, reply);
+    }
+
+    pub fn write_with(
+        self: &Arc<Self>,
+        handle: &Handle,
+        offset: u64,
+        data: &[u8],
+        hurry: Hurry,
+        reply: WriteReply,
+    ) {
         if data.is_empty() {
             return reply(Ok(0));
         }
         let (id, end) = (handle.id, offset.saturating_add(data.len() as u64));
-        match self.try_write(id, offset, data, false) {
+        match self.try_write(id, offset, data, hurry, false) {
             Tried::Done(result) => {
                 if result.is_err() {
                     self.with(|core| core.write_failed(id, offset..end));
                 }
                 reply(result);
             }
-            Tried::Wait { loading } => {
+            Tried::Wait(needs) => {
                 let store = self.clone();
                 let reply = Box::new(move |result: Result<u32, Errno>| {
                     if result.is_err() {
@@ -373,16 +438,23 @@ impl Store {
                     }
                     reply(result);
                 });
-                self.wait(id, Change::Write { offset, data: data.to_vec(), reply }, loading);
+                self.wait(id, Change::Write { offset, data: data.to_vec(), hurry, reply }, needs);
             }
         }
     }
 
-    fn try_write(self: &Arc<Self>, id: NodeId, offset: u64, data: &[u8], queued: bool) -> Tried<u32> {
-        let mut plan = match self.tried(|core| core.plan_write(id, offset, data.len(), queued)) {
+    fn try_write(
+        self: &Arc<Self>,
+        id: NodeId,
+        offset: u64,
+        data: &[u8],
+        hurry: Hurry,
+        queued: bool,
+    ) -> Tried<u32> {
+        let mut plan = match self.tried(hurry, |core| core.plan_write(id, offset, data.len(), queued)) {
             Tried::Done(Ok(plan)) => plan,
             Tried::Done(Err(errno)) => return Tried::Done(Err(errno)),
-            Tried::Wait { loading } => return Tried::Wait { loading },
+            Tried::Wait(needs) => return Tried::Wait(needs),
         };
         if let Some(gap) = plan.gap {
             gap.zero(0..gap.len());
@@ -397,12 +469,13 @@ impl Store {
         Tried::Done(Ok(data.len() as u32))
     }
 
-    fn wait(self: &Arc<Self>, id: NodeId, change: Change, loading: bool) {
+    fn wait(self: &Arc<Self>, id: NodeId, change: Change, waits_for: Needs) {
         self.with(|core| {
             let deadline = Instant::now() + core.settings.request_deadline;
             let written = core.counters.writeback_bytes;
-            core.waiters.push_back(Waiter { id, change, deadline, written, loading });
+            core.waiters.push_back(Waiter { id, change, deadline, written, waits_for });
             core.counters.waits += 1;
+            core.counters.lease_waits += u64::from(waits_for == Needs::Lease);
             core.wakes.writer = true;
             core.wakes.admission = true;
             core.wakes.timer = true;
@@ -419,6 +492,19 @@ impl Store {
         caller: &Caller,
         reply: AttrReply,
     ) {
+        self.truncate_with(ino, with_handle, size, more, Hurry::Waits, caller, reply);
+    }
+
+    pub fn truncate_with(
+        self: &Arc<Self>,
+        ino: u64,
+        with_handle: bool,
+        size: u64,
+        more: attr::Change,
+        hurry: Hurry,
+        caller: &Caller,
+        reply: AttrReply,
+    ) {
         let checked = self.with(|core| {
             let id = core.check_truncate(ino, with_handle, caller)?;
             if caller.uid != 0 {
@@ -430,7 +516,7 @@ impl Store {
             Ok(id) => id,
             Err(errno) => return reply(Err(errno)),
         };
-        self.change(id, Change::Truncate { size, ino, by_path: !with_handle, more, reply });
+        self.change(id, Change::Truncate { size, ino, by_path: !with_handle, more, hurry, reply });
     }
 
     pub fn fallocate(self: &Arc<Self>, handle: &Handle, offset: u64, len: u64, mode: i32, reply: UnitReply) {
@@ -441,10 +527,11 @@ impl Store {
             return reply(Err(Errno::EOPNOTSUPP));
         }
         let Some(end) = offset.checked_add(len) else { return reply(Err(Errno::EFBIG)) };
+        let hurry = Hurry::of(handle.nonblocking);
         let keep_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
         if zero {
             let range = Zero { offset, end, keep_size };
-            return self.change(handle.id, Change::Zero { range, begun: false, reply });
+            return self.change(handle.id, Change::Zero { range, begun: false, hurry, reply });
         }
         // Room is set aside when bytes are written (every block is new on the device then), so all that
         // fallocate has to do is to grow the file, and to say now if it can never fit.
@@ -460,32 +547,37 @@ impl Store {
         if keep_size || end <= size {
             return reply(Ok(()));
         }
-        self.change(handle.id, Change::Extend { size: end, reply });
+        self.change(handle.id, Change::Extend { size: end, hurry, reply });
     }
 
-    /// Tries a change and answers it. What has to wait comes back, and whether that is for the device alone.
-    fn attempt(self: &Arc<Self>, id: NodeId, change: Change, queued: bool) -> Option<(Change, bool)> {
+    /// Tries a change and answers it. What has to wait comes back, and what for.
+    fn attempt(self: &Arc<Self>, id: NodeId, change: Change, queued: bool) -> Option<(Change, Needs)> {
         match change {
-            Change::Write { offset, data, reply } => match self.try_write(id, offset, &data, queued) {
-                Tried::Done(result) => reply(result),
-                Tried::Wait { loading } => return Some((Change::Write { offset, data, reply }, loading)),
-            },
-            Change::Truncate { size, ino, by_path, more, reply } => {
-                match self.tried(|core| core.try_truncate(id, ino, size, by_path, &more)) {
+            Change::Write { offset, data, hurry, reply } => {
+                match self.try_write(id, offset, &data, hurry, queued) {
                     Tried::Done(result) => reply(result),
-                    Tried::Wait { loading } => {
-                        return Some((Change::Truncate { size, ino, by_path, more, reply }, loading));
+                    Tried::Wait(needs) => return Some((Change::Write { offset, data, hurry, reply }, needs)),
+                }
+            }
+            Change::Truncate { size, ino, by_path, more, hurry, reply } => {
+                match self.tried(hurry, |core| core.try_truncate(id, ino, size, by_path, hurry, &more)) {
+                    Tried::Done(result) => reply(result),
+                    Tried::Wait(needs) => {
+                        return Some((Change::Truncate { size, ino, by_path, more, hurry, reply }, needs));
                     }
                 }
             }
-            Change::Extend { size, reply } => match self.tried(|core| core.extend(id, size)) {
+            Change::Extend { size, hurry, reply } => match self.tried(hurry, |core| core.extend(id, size)) {
                 Tried::Done(result) => reply(result),
-                Tried::Wait { loading } => return Some((Change::Extend { size, reply }, loading)),
+                Tried::Wait(needs) => return Some((Change::Extend { size, hurry, reply }, needs)),
             },
-            Change::Zero { range, mut begun, reply } => {
-                match self.tried(|core| core.zero(id, &range, &mut begun, queued)) {
-                    Tried::Done(result) => reply(result),
-                    Tried::Wait { loading } => return Some((Change::Zero { range, begun, reply }, loading)),
+            Change::Zero { range, mut begun, hurry, reply } => {
+                match self.tried(hurry, |core| core.zero(id, &range, &mut begun, queued)) {
+                    Tried::Done(result) => {
+                        self.with(|core| core.end_zeroing(id, begun));
+                        reply(result);
+                    }
+                    Tried::Wait(needs) => return Some((Change::Zero { range, begun, hurry, reply }, needs)),
                 }
             }
         }
@@ -494,22 +586,22 @@ impl Store {
 
     /// Makes a change now, or when its turn has come.
     fn change(self: &Arc<Self>, id: NodeId, change: Change) {
-        if let Some((change, loading)) = self.attempt(id, change, false) {
-            self.wait(id, change, loading);
+        if let Some((change, needs)) = self.attempt(id, change, false) {
+            self.wait(id, change, needs);
         }
     }
 
-    /// Tries the waiting changes again, in order. Only what waits for the device can be passed.
+    /// Tries the waiting changes again, in order. What waits for room cannot be passed.
     pub(crate) fn admit(self: &Arc<Self>) {
         let mut passed = Vec::new();
         // Who comes while the queue is being tried has to queue behind it.
         self.lock().admitting = true;
         loop {
             let Some(mut waiter) = self.lock().waiters.pop_front() else { break };
-            let Some((change, loading)) = self.attempt(waiter.id, waiter.change, true) else { continue };
-            (waiter.change, waiter.loading) = (change, loading);
+            let Some((change, needs)) = self.attempt(waiter.id, waiter.change, true) else { continue };
+            (waiter.change, waiter.waits_for) = (change, needs);
             passed.push(waiter);
-            if !loading {
+            if needs == Needs::Room {
                 break;
             }
         }
@@ -519,7 +611,7 @@ impl Store {
             core.waiters.push_front(waiter);
         }
         // Only now does the worker see who is waiting, and spill for them.
-        core.wakes.writer |= core.waiters.iter().any(|waiter| !waiter.loading);
+        core.wakes.writer |= core.waiters.iter().any(Waiter::is_for_room);
         self.settle(core);
     }
 }

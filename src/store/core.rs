@@ -10,6 +10,7 @@ use nix::errno::Errno;
 use super::again::{Expected, Gone};
 use super::catalog::CatalogRoom;
 use super::change::Waiter;
+use super::control;
 use super::hot::{Block, BlockIo, Hot, Phase, WriteBack, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
 use super::node::{
@@ -54,6 +55,10 @@ pub struct Settings {
     pub publish_wait: Duration,
     pub request_deadline: Duration,
     pub fsync_deadline: Duration,
+    /// What all leases may hold of L1, and those of one process.
+    pub lease_max_bytes: u64,
+    pub lease_client_max_bytes: u64,
+    pub lease_ttl_max: Duration,
 }
 
 /// Something to do once the lock is given back.
@@ -141,6 +146,8 @@ pub struct Core {
     /// Names by which a crash brings back what a file was before it was rewritten and renamed, while it is not stored:
     /// directory and name, and the file.
     pub old_names: HashMap<(NodeId, Box<[u8]>), NodeId>,
+    /// Open control files, their names and leases.
+    pub control: control::State,
     /// Clients that wait until something is durable.
     pub patience: Vec<Patience>,
     pub queue: PublishQueue,
@@ -206,6 +213,7 @@ impl Core {
             waiters: VecDeque::new(),
             heirs: HashMap::new(),
             old_names: HashMap::new(),
+            control: control::State::default(),
             patience: Vec::new(),
             queue: PublishQueue::default(),
             admitting: false,
@@ -536,7 +544,7 @@ impl Core {
                 self.effects.push(Effect::Reply(Box::new(move || reply(Ok(())))));
             }
             for lookup in hot.lookups.drain(..) {
-                self.effects.push(Effect::Reply(Box::new(move || (lookup.reply)(Err(Errno::ENOENT)))));
+                self.effects.push(Effect::Reply(Box::new(move || lookup.then.end())));
             }
         }
         let device = node.device;

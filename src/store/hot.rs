@@ -7,6 +7,7 @@
 use std::ops::{Range, RangeInclusive};
 use std::time::Instant;
 
+use nix::errno::Errno;
 use smallvec::SmallVec;
 
 use super::node::{Idx, Links, NONE, NodeId};
@@ -234,11 +235,30 @@ pub struct PendingRead {
 
 /// A lookup that waits for a release.
 pub struct PendingLookup {
-    pub caller: Caller,
-    pub parent: NodeId,
-    pub name: Box<[u8]>,
-    pub reply: EntryReply,
+    pub then: Then,
     pub deadline: Instant,
+}
+
+/// What is done once a file that is being released is there, or is not.
+pub enum Then {
+    Find {
+        caller: Caller,
+        parent: NodeId,
+        name: Box<[u8]>,
+        reply: EntryReply,
+    },
+    /// The whole request is tried again.
+    Again(Box<dyn FnOnce() + Send>),
+}
+
+impl Then {
+    /// There is nothing to wait for any more, and nothing to find.
+    pub fn end(self) {
+        match self {
+            Self::Find { reply, .. } => reply(Err(Errno::ENOENT)),
+            Self::Again(again) => again(),
+        }
+    }
 }
 
 pub struct Hot {
@@ -303,6 +323,13 @@ pub struct Hot {
     /// Its record, if it has or gets one, goes when that of its heir is there.
     pub superseded: bool,
     pub reads: Vec<PendingRead>,
+    /// How many leases hold something of it.
+    pub leases: u32,
+    /// How many ranges of leases each block is in. Behind the last that is in one, nothing.
+    pub leased: Vec<u32>,
+    /// Changes that have begun to make holes of its blocks: what they have promised they finish, so nothing of it is
+    /// leased meanwhile.
+    pub zeroing: u32,
     pub lookups: Vec<PendingLookup>,
     /// fsyncs, each with the number in the publish queue whose commit it waits for.
     pub fsyncs: Vec<(u64, UnitReply)>,
@@ -386,6 +413,9 @@ impl Hot {
             heir: None,
             superseded: false,
             reads: Vec::new(),
+            leases: 0,
+            leased: Vec::new(),
+            zeroing: 0,
             lookups: Vec::new(),
             fsyncs: Vec::new(),
             l1: Links { prev: NONE, next: NONE },
@@ -409,7 +439,18 @@ impl Hot {
 
     /// Somebody uses its bytes, wherever they are: they stay, whatever becomes of its name and its record.
     pub fn is_held(&self) -> bool {
-        self.kept() || self.pins > 0 || self.transfers > 0 || self.based > 0 || !self.reads.is_empty()
+        self.kept()
+            || self.pins > 0
+            || self.transfers > 0
+            || self.based > 0
+            || !self.reads.is_empty()
+            || self.leases > 0
+    }
+
+    /// Whether a lease holds any of these blocks.
+    pub fn is_leased(&self, blocks: Range<usize>) -> bool {
+        let end = blocks.end.min(self.leased.len());
+        blocks.start < end && self.leased[blocks.start..end].iter().any(|count| *count > 0)
     }
 
     /// How many of a resident block's first `len` bytes somebody wrote: recycled memory behind them shows nothing but
@@ -518,6 +559,7 @@ impl Hot {
             || self.based > 0
             || self.base.is_some()
             || !self.reads.is_empty()
+            || self.leases > 0
             || !self.lookups.is_empty()
             || !self.fsyncs.is_empty()
             || self.write_back != WriteBack::None

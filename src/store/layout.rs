@@ -1,8 +1,10 @@
 //! Where the blocks of a file lie on its device, and their checksums: one list while it is sealed, block by block while
 //! it is written.
 
+use std::ops::Range;
+
 use super::core::{Core, HOLE};
-use super::hot::{BLOCK, BlockIo, Place, block_len, blocks_for};
+use super::hot::{BLOCK, BLOCK_PAGES, BlockIo, Place, block_len, blocks_for};
 use super::node::{Crcs, DURABLE, Extents, Idx};
 use crate::l2::Extent;
 
@@ -14,6 +16,29 @@ impl Core {
             Some(hot) if hot.placed => hot.blocks.get(index).is_some_and(|block| !block.place.is_empty()),
             _ => !Self::place_in(&node.extents, node.size, index).iter().all(|extent| extent.start == HOLE),
         }
+    }
+
+    /// The same of several blocks, with one look at the file's list.
+    pub fn places_in(&self, idx: Idx, blocks: Range<usize>) -> Vec<bool> {
+        let node = self.node(idx);
+        let mut places = vec![false; blocks.len()];
+        if let Some(hot) = node.hot.as_ref().filter(|hot| hot.placed) {
+            for (place, block) in places.iter_mut().zip(hot.blocks.get(blocks.start..).unwrap_or_default()) {
+                *place = !block.place.is_empty();
+            }
+            return places;
+        }
+        let mut at = 0;
+        for extent in node.extents.as_slice() {
+            let end = at + u64::from(extent.blocks);
+            let touched = (at / BLOCK_PAGES) as usize..end.div_ceil(BLOCK_PAGES) as usize;
+            let within = touched.start.max(blocks.start)..touched.end.min(blocks.end);
+            if extent.start != HOLE && within.start < within.end {
+                places[within.start - blocks.start..within.end - blocks.start].fill(true);
+            }
+            at = end;
+        }
+        places
     }
 
     /// The extents of block `index` in a sealed file's list.

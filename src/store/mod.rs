@@ -15,6 +15,7 @@ pub mod again;
 pub mod attr;
 pub mod catalog;
 pub mod change;
+pub mod control;
 pub mod core;
 mod crc;
 mod heirs;
@@ -56,6 +57,7 @@ pub type EntryReply = Box<dyn FnOnce(Result<Entry, Errno>) + Send>;
 pub type ReadReply = Box<dyn FnOnce(Result<&[u8], Errno>) + Send>;
 pub type UnitReply = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 pub type WriteReply = Box<dyn FnOnce(Result<u32, Errno>) + Send>;
+pub type IoctlReply = Box<dyn FnOnce(Result<Vec<u8>, Errno>) + Send>;
 pub type AttrReply = Box<dyn FnOnce(Result<Attr, Errno>) + Send>;
 
 /// The result of something that may have to wait.

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use super::attr::NAME_MAX;
 use super::core::{Core, now};
+use super::hot::Then;
 use super::node::{DURABLE, Detail, Idx, Kind, NAMED, NO_INO, NONE, ROOT};
 use super::patience::Once;
 use super::process::Caller;
@@ -424,10 +425,8 @@ impl Store {
                 if !private.is_releasing() || private.parent == NONE {
                     continue;
                 }
-                let (parent, name, ready) = (private.parent, private.name.clone(), ready.clone());
-                // Nobody in particular: no lookup of any process is answered with it.
-                let nobody = Caller { tid: 0, uid: u32::MAX, gid: u32::MAX };
-                core.wait_for_release(idx, (parent, &name), &nobody, Box::new(move |_| drop(ready)));
+                let ready = ready.clone();
+                core.wait_for_release(idx, Then::Again(Box::new(move || drop(ready))));
             }
         });
     }

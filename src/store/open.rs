@@ -22,7 +22,7 @@ use nix::errno::Errno;
 use super::again::{Expected, Intent};
 use super::attr::Entry;
 use super::core::{Alias, Core, now};
-use super::hot::{Doom, Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private};
+use super::hot::{Doom, Hot, Mode, Opened as OpenedIno, PendingLookup, Phase, Private, Then};
 use super::lists::Droppable;
 use super::names::check_name;
 use super::node::{ALIAS_BASE, DURABLE, Detail, Idx, Kind, LOST, MOVED, NAMED, NO_INO, NONE, NodeId, SLOT};
@@ -47,6 +47,8 @@ pub struct Handle {
     pub maker: u32,
     /// That was killed, and somebody else has the handle, too.
     orphaned: AtomicBool,
+    /// Opened with O_NONBLOCK: what would wait for a lease fails at once.
+    pub nonblocking: bool,
 }
 
 /// How a file was opened.
@@ -88,14 +90,7 @@ impl Core {
             if let Some(idx) = self.own_private(parent, name, caller, false).filter(|idx| !closed(idx)) {
                 return Ok(Found::Node(idx, false));
             }
-            // Somebody has closed it; the kernel's RELEASE is on its way (fact 6). Once, not for ever: the
-            // close may have been that of a duplicate.
-            let releasing = self.tree.privates(parent, name).iter().rev().copied().find(|&idx| {
-                self.hot(idx)
-                    .and_then(|hot| hot.private())
-                    .is_some_and(|private| private.is_releasing() && !private.is_outdated())
-            });
-            if let Some(idx) = releasing {
+            if let Some(idx) = self.being_released(parent, name) {
                 return Ok(Found::Releasing(idx));
             }
         }
@@ -105,23 +100,20 @@ impl Core {
         }
     }
 
-    /// Answers when `idx` has been released, or after the bounded wait.
-    pub fn wait_for_release(
-        &mut self,
-        idx: Idx,
-        (parent, name): (Idx, &[u8]),
-        caller: &Caller,
-        reply: EntryReply,
-    ) {
+    /// The version of `name` that somebody has closed, while the kernel's RELEASE is on its way (fact 6). Once, not for
+    /// ever: the close may have been that of a duplicate.
+    pub fn being_released(&self, parent: Idx, name: &[u8]) -> Option<Idx> {
+        self.tree.privates(parent, name).iter().rev().copied().find(|&idx| {
+            let private = self.hot(idx).and_then(|hot| hot.private());
+            private.is_some_and(|private| private.is_releasing() && !private.is_outdated())
+        })
+    }
+
+    /// Goes on when `idx` has been released, or after the bounded wait.
+    pub fn wait_for_release(&mut self, idx: Idx, then: Then) {
         let deadline = Instant::now() + self.settings.publish_wait;
-        let (id, parent) = (self.id(idx), self.id(parent));
-        self.hot_mut(idx).lookups.push(PendingLookup {
-            caller: *caller,
-            parent,
-            name: name.into(),
-            reply,
-            deadline,
-        });
+        let id = self.id(idx);
+        self.hot_mut(idx).lookups.push(PendingLookup { then, deadline });
         self.deadlines.push((deadline, id));
         self.counters.publish_waits += 1;
         self.wakes.timer = true;
@@ -130,7 +122,11 @@ impl Core {
     /// Answers the lookups that waited for `idx` with what is there now.
     pub fn answer_lookups(&mut self, idx: Idx) {
         let Some(hot) = self.node_mut(idx).hot.as_mut() else { return };
-        for PendingLookup { caller, parent, name, reply, .. } in std::mem::take(&mut hot.lookups) {
+        for PendingLookup { then, .. } in std::mem::take(&mut hot.lookups) {
+            let Then::Find { caller, parent, name, reply } = then else {
+                self.reply(move || then.end());
+                continue;
+            };
             let Some(parent) = self.by_id(parent) else {
                 self.reply(move || reply(Err(Errno::ENOENT)));
                 continue;
@@ -291,8 +287,16 @@ impl Core {
         } else {
             self.counters.opens_direct += 1;
         }
-        let uncached = flags & libc::O_DIRECT != 0;
-        Handle { id, ino, writer, mode, uncached, maker, orphaned: AtomicBool::new(false) }
+        Handle {
+            id,
+            ino,
+            writer,
+            mode,
+            uncached: flags & libc::O_DIRECT != 0,
+            maker,
+            nonblocking: flags & libc::O_NONBLOCK != 0,
+            orphaned: AtomicBool::new(false),
+        }
     }
 
     /// A version that shows `old`'s bytes until it is written to, in `old`'s place.
@@ -408,10 +412,12 @@ impl Core {
         let posix = named && self.tree.posix(node.parent);
         let hot = self.hot_mut(idx);
         let nameless = !named && hot.private().is_none_or(|private| private.parent == NONE);
+        // An open never waits for a lease, which keeps the bytes: another version is empty in its place (rule R12).
+        let leased = hot.leases > 0;
         (match &hot.phase {
             Phase::Private(_) => mine && size == 0,
-            Phase::Open => posix || size == 0,
-            Phase::Sealed => !hot.must_not_change() && (posix || size == 0),
+            Phase::Open => (posix && !leased) || size == 0,
+            Phase::Sealed => !hot.must_not_change() && ((posix && !leased) || size == 0),
         }) || (nameless && !hot.sealed())
     }
 
@@ -679,7 +685,9 @@ impl Store {
                 let Ok(parent) = core.resolve_dir(parent) else {
                     return core.reply(move || reply(Err(Errno::ENOENT)));
                 };
-                core.wait_for_release(idx, (parent, name), caller, reply);
+                let parent = core.id(parent);
+                let then = Then::Find { caller: *caller, parent, name: name.into(), reply };
+                core.wait_for_release(idx, then);
             }
             Ok(Found::Node(idx, shown)) => {
                 let entry = core.entry(idx, shown);

@@ -45,6 +45,7 @@ impl Core {
         let hot = self.hot_mut(idx);
         let on_device =
             hot.blocks.iter().all(|block| !block.dirty && (block.mem.is_none() || !block.place.is_empty()));
+        let unleased = hot.leases == 0;
         let Some(old) = hot.slab.clone() else { return Ok(()) };
         match self.alloc_slab(old.pages(), idx) {
             Some(new) => {
@@ -54,7 +55,8 @@ impl Core {
                 new.span(0..len).copy_from_span(&old.span(0..len));
                 self.hot_mut(idx).slab = Some(new);
             }
-            None if on_device => {
+            // What is leased stays in L1.
+            None if on_device && unleased => {
                 let hot = self.hot_mut(idx);
                 hot.slab = None;
                 for block in &mut hot.blocks {
@@ -63,6 +65,7 @@ impl Core {
                     }
                 }
             }
+            None if !unleased => return Err(Stop::Lease),
             None => return Err(Stop::Room),
         }
         debug_assert!(size <= old.capacity_bytes());
@@ -242,6 +245,7 @@ impl Core {
             && hot.slab.is_none()
             && hot.blocks.iter().skip(1).all(|block| block.mem.is_none() && block.place.is_empty())
             && matches!(hot.blocks[0].mem, Mem::Chunk(_))
+            && hot.leases == 0
             && index > 0;
         // A block in a chunk stays in chunks: its bytes are there, not in the slab.
         let chunked = matches!(hot.blocks[index].mem, Mem::Chunk(_));
@@ -298,10 +302,16 @@ impl Core {
     pub fn grow_slab(&mut self, idx: Idx, end: u64) -> bool {
         let largest = self.settings.slab_file_max;
         loop {
-            let Some(slab) = &self.hot_mut(idx).slab else { return false };
+            let hot = self.hot_mut(idx);
+            let leased = hot.leases > 0;
+            let Some(slab) = &hot.slab else { return false };
             let capacity = slab.capacity_bytes();
             if capacity >= end {
                 return true;
+            }
+            if leased {
+                // A lease keeps the slab whole, and was granted for what it took then.
+                return false;
             }
             if !slab.can_grow_to(pages(end)) {
                 // Nobody has to leave for what room would not help.

@@ -45,6 +45,23 @@ pub fn process_of(tid: u32) -> u32 {
         .unwrap_or(0)
 }
 
+/// The supplementary groups of thread `tid`; none where they cannot be known.
+pub fn groups_of(tid: u32) -> Box<[u32]> {
+    if tid == 0 {
+        return Box::default();
+    }
+    let Ok(status) = fs::read(format!("/proc/{tid}/status")) else { return Box::default() };
+    let line = status.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"Groups:"));
+    let text = line.and_then(|rest| std::str::from_utf8(rest).ok()).unwrap_or_default();
+    text.split_ascii_whitespace().filter_map(|group| group.parse().ok()).collect()
+}
+
+/// What the process `tgid` is called, as people may see it; `?` where it cannot be known.
+pub fn command_of(tgid: u32) -> Box<str> {
+    let name = if tgid == 0 { None } else { fs::read(format!("/proc/{tgid}/comm")).ok() };
+    name.map_or_else(|| "?".into(), |name| crate::shown::name(name.trim_ascii_end()).into())
+}
+
 /// Whether thread `tid` belongs to process `tgid`.
 pub fn is_thread_of(tid: u32, tgid: u32) -> bool {
     tid != 0 && tgid != 0 && (tid == tgid || fs::metadata(format!("/proc/{tgid}/task/{tid}")).is_ok())
@@ -97,6 +114,12 @@ mod tests {
         assert_ne!(tid, tgid);
         assert!(!is_thread_of(1, tgid));
         assert_eq!(process_of(0), 0);
+        assert_ne!(&*command_of(tgid), "?");
+        assert_eq!((&*command_of(0), groups_of(0).len()), ("?", 0));
+        let own: Vec<u32> = nix::unistd::getgroups().unwrap().iter().map(|group| group.as_raw()).collect();
+        let mut said = groups_of(tgid).to_vec();
+        said.sort_unstable();
+        assert!(own.iter().all(|group| said.contains(group)), "{own:?} {said:?}");
     }
 
     #[test]

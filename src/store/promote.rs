@@ -221,8 +221,10 @@ impl Core {
         let node = self.node(idx);
         let size = node.size;
         let Some(hot) = &node.hot else { return false };
+        // What is leased of it, holes, takes no memory, and shall not keep a slab.
         if !hot.sealed()
             || hot.slab.is_some()
+            || hot.leases > 0
             || node.has(SLOT | LOST)
             || size <= self.settings.small_file_max
             || size > self.settings.slab_file_max
@@ -435,7 +437,9 @@ impl Core {
                     self.counters.bad_blocks += 1;
                     let at = check.index as u64 * BLOCK;
                     self.event(format!("bad block in {path}, at offset {at}: {why}"));
-                    log::error!("bad block in {path}, at offset {at}: {why}; reading it fails until it is rewritten");
+                    log::error!(
+                        "bad block in {path}, at offset {at}: {why}; reading it fails until it is rewritten"
+                    );
                 }
             }
         }

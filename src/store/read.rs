@@ -35,7 +35,7 @@ enum Plan {
 
 impl Core {
     /// The node whose bytes `idx` shows.
-    fn shown(&self, idx: Idx) -> Idx {
+    pub fn shown(&self, idx: Idx) -> Idx {
         self.hot(idx).and_then(|hot| hot.base).and_then(|base| self.by_id(base)).unwrap_or(idx)
     }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::Store;
+use super::change::Needs;
 use crate::l1::PoolStats;
 use crate::l2::EngineGauges;
 use crate::stats::Counters;
@@ -31,6 +32,13 @@ pub struct Snapshot {
     /// Bytes of writes that wait.
     pub waiting_bytes: u64,
     pub writeback_in_flight_bytes: u64,
+    pub sessions: u64,
+    pub interned_names: u64,
+    pub leases: u64,
+    pub leased_bytes: u64,
+    pub lease_max_bytes: u64,
+    /// Changes that wait for a lease.
+    pub waiting_for_leases: u64,
     pub poisoned: bool,
     pub passthrough: bool,
     pub memory_only: bool,
@@ -65,6 +73,13 @@ impl Store {
             waiting_changes: core.waiters.len() as u64,
             waiting_bytes: core.waiters.iter().map(|waiter| waiter.change.held_bytes()).sum(),
             writeback_in_flight_bytes: core.queue.in_flight,
+            sessions: core.control.sessions(),
+            interned_names: core.control.names(),
+            leases: core.control.leases.count(),
+            leased_bytes: core.control.leases.bytes(),
+            lease_max_bytes: core.settings.lease_max_bytes,
+            waiting_for_leases: core.waiters.iter().filter(|waiter| waiter.waits_for == Needs::Lease).count()
+                as u64,
             poisoned: core.poisoned,
             passthrough: core.settings.passthrough,
             memory_only: core.settings.memory_only,

@@ -95,7 +95,7 @@ impl Core {
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return false };
         // What could not be stored may be here alone.
-        if hot.slab.is_none() || hot.transfers > 0 || node.has(LOST) {
+        if hot.slab.is_none() || hot.transfers > 0 || node.has(LOST) || hot.leases > 0 {
             return false;
         }
         if hot.sealed() && !hot.mixed {
@@ -118,6 +118,7 @@ impl Core {
             && !block.alone
             && block.io == BlockIo::Idle
             && self.has_place(idx, index)
+            && !self.hot(idx).is_some_and(|hot| hot.is_leased(index..index + 1))
     }
 
     /// Drops clean blocks of the file; it stays on the device.
@@ -428,6 +429,7 @@ impl Core {
             && hot.based == 0
             && hot.base.is_none()
             && hot.reads.is_empty()
+            && hot.leases == 0
             && hot.write_back == WriteBack::None
             && hot.supersedes.is_empty()
             && !hot.dirty_blocks()

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::Store;
-use super::change::Waiter;
+use super::change::{Needs, Waiter};
 use super::core::Core;
 use super::node::NodeId;
 
@@ -42,17 +42,26 @@ impl Core {
     /// the writers' turn will come (rule R7); once they take none for a whole deadline, they have failed.
     fn end_changes(&mut self, now: Instant) {
         let (written, more) = (self.counters.writeback_bytes, self.settings.request_deadline);
-        let due = |waiter: &&mut Waiter| waiter.deadline <= now && waiter.written < written;
+        let due = |waiter: &&mut Waiter| {
+            waiter.deadline <= now && waiter.written < written && waiter.waits_for != Needs::Lease
+        };
         for waiter in self.waiters.iter_mut().filter(due) {
             (waiter.written, waiter.deadline) = (written, now + more);
         }
         while let Some(at) = self.waiters.iter().position(|waiter| waiter.deadline <= now) {
             let Some(waiter) = self.waiters.remove(at) else { return };
             self.counters.timeouts += 1;
-            self.event(
-                "a write waited for room until its deadline, in which the devices took nothing".to_owned(),
-            );
-            self.give_up_waiting(waiter, Errno::EIO);
+            if waiter.waits_for == Needs::Lease {
+                self.counters.lease_timeouts += 1;
+                self.event("a write waited until its deadline for a lease to be released".to_owned());
+                self.give_up_waiting(waiter, Errno::ETIMEDOUT);
+            } else {
+                self.event(
+                    "a write waited for room until its deadline, in which the devices took nothing"
+                        .to_owned(),
+                );
+                self.give_up_waiting(waiter, Errno::EIO);
+            }
             self.wakes.admission = true;
         }
     }
@@ -79,6 +88,7 @@ impl Store {
                 core.end_waits(id, now);
             }
             if tend <= now {
+                core.end_leases(now);
                 core.end_changes(now);
                 core.end_patience(now);
                 core.end_expectations(now);

@@ -22,6 +22,10 @@ pub struct Tree {
     privates: HashMap<Name, SmallVec<[Idx; 1]>>,
     pub files: u64,
     pub dirs: u64,
+    /// Grows whenever a name appears, goes, or leads to another node.
+    pub generation: u64,
+    /// Grows with everything that may change which directory a path leads to, and who may search it.
+    pub directories: u64,
 }
 
 fn hash_of(hasher: &DefaultHashBuilder, parent: Idx, name: &[u8]) -> u64 {
@@ -77,7 +81,13 @@ impl Tree {
             Kind::Dir => self.dirs += 1,
             _ => self.files += 1,
         }
+        self.note_change(kind);
         self.index(idx);
+    }
+
+    fn note_change(&mut self, kind: Kind) {
+        self.generation += 1;
+        self.directories += u64::from(kind == Kind::Dir);
     }
 
     /// Gives a node from the catalog back the name and the cookie it had.
@@ -170,6 +180,7 @@ impl Tree {
             Kind::Dir => self.dirs -= 1,
             _ => self.files -= 1,
         }
+        self.note_change(kind);
     }
 
     pub fn add_private(&mut self, idx: Idx, parent: Idx, name: &[u8]) {

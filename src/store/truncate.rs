@@ -1,5 +1,6 @@
 //! Truncation, and what takes bytes away.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -7,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::again::{Expected, Intent};
 use super::attr::{self, Attr};
-use super::change::Stop;
+use super::change::{Hurry, Stop};
 use super::core::{Core, now};
 use super::hot::{BLOCK, Block, Mem, Phase, Place, block_len};
 use super::node::{DURABLE, Idx, Kind, LOST, MOVED, NAMED, NodeId, SLOT};
@@ -26,6 +27,11 @@ pub struct Zero {
 }
 
 impl Zero {
+    /// All that it touches.
+    fn blocks(&self) -> Range<usize> {
+        (self.offset / BLOCK) as usize..self.end.div_ceil(BLOCK) as usize
+    }
+
     /// The first, and the one behind the last.
     fn whole_blocks(&self) -> (usize, usize) {
         (self.offset.div_ceil(BLOCK) as usize, (self.end / BLOCK) as usize)
@@ -171,6 +177,7 @@ impl Core {
             }
             return Ok(());
         }
+        self.wait_for_leases(idx, (size.min(old) / BLOCK) as usize..usize::MAX)?;
         self.one_at_a_time(idx)?;
         self.unseal(idx)?;
         if self.hot_mut(idx).blocks.iter().any(Block::is_loading) {
@@ -220,8 +227,11 @@ impl Core {
     pub fn zero(&mut self, id: NodeId, range: &Zero, begun: &mut bool, queued: bool) -> Result<(), Stop> {
         let idx = self.by_id(id).ok_or(Errno::ESTALE)?;
         if !*begun {
+            self.wait_for_leases(idx, range.blocks())?;
             self.begin_to_zero(idx, range, queued)?;
             *begun = true;
+            // From here on it cannot be refused any more, so no lease may come in between.
+            self.hot_mut(idx).zeroing += 1;
         }
         self.one_at_a_time(idx)?;
         // Between two passes it can have been closed, and be read.
@@ -260,6 +270,13 @@ impl Core {
         self.wake_if_unwritten(idx);
         self.close_if_done(idx);
         Ok(())
+    }
+
+    /// A change that has `begun` to make holes is over, well or not.
+    pub fn end_zeroing(&mut self, id: NodeId, begun: bool) {
+        if let Some(hot) = self.by_id(id).filter(|_| begun).and_then(|idx| self.node_mut(idx).hot.as_mut()) {
+            hot.zeroing = hot.zeroing.saturating_sub(1);
+        }
     }
 
     fn begin_to_zero(&mut self, idx: Idx, range: &Zero, queued: bool) -> Result<(), Stop> {
@@ -343,6 +360,7 @@ impl Core {
         ino: u64,
         size: u64,
         by_path: bool,
+        hurry: Hurry,
         more: &attr::Change,
     ) -> Result<Attr, Stop> {
         let result = self.truncate(id, size).and_then(|()| {
@@ -353,7 +371,11 @@ impl Core {
             self.attributes_change(idx, ino);
             Ok(Attr { ino, ttl: Duration::ZERO, ..self.attr(idx) })
         });
-        if by_path && matches!(result, Ok(_) | Err(Stop::Fail(_))) {
+        let is_over = match result {
+            Ok(_) | Err(Stop::Fail(_)) => true,
+            Err(stop) => stop == Stop::Lease && hurry == Hurry::Never,
+        };
+        if by_path && is_over {
             self.end_truncate(id);
         }
         result

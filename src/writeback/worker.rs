@@ -13,6 +13,7 @@ use crate::l2::Extent;
 use crate::l2::{Class, Direction, Io};
 use crate::memory::{AlignedBuf, Span};
 use crate::store::Store;
+use crate::store::change::Waiter;
 use crate::store::core::Core;
 use crate::store::hot::{BLOCK, BlockIo, Doom, Place, WriteBack, block_len, blocks_for};
 use crate::store::node::{DURABLE, Idx, LOST, NodeId};
@@ -85,7 +86,7 @@ impl Core {
             }
         }
         if !self.stopping
-            && self.waiters.iter().any(|waiter| !waiter.loading)
+            && self.waiters.iter().any(Waiter::is_for_room)
             && let Some(job) = self.spill()
         {
             return Next::Job(job);

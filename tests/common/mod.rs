@@ -6,6 +6,7 @@
 #![allow(dead_code, reason = "each test uses its part")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
 
+pub mod ctl;
 pub mod run;
 pub mod stall;
 pub mod wedge;

@@ -1,0 +1,37 @@
+//! `.ctl/leases`: who holds what.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::store::Store;
+use crate::units::Bytes;
+
+impl Store {
+    /// One line for each lease that `uid` may see: its own, and all for root.
+    pub fn leases_text(self: &Arc<Self>, uid: u32) -> String {
+        let core = self.lock();
+        let now = Instant::now();
+        let mut out = String::from("# id pid command age ttl ranges bytes parties\n");
+        let all = &core.control.leases.all;
+        let mut ids: Vec<u64> =
+            all.iter().filter(|(_, lease)| uid == 0 || lease.who.uid == uid).map(|(id, _)| *id).collect();
+        ids.sort_unstable();
+        for (id, lease) in ids.into_iter().filter_map(|id| Some((id, all.get(&id)?))) {
+            // Spaces in a command would move the columns.
+            let command = lease.who.command.replace(' ', "_");
+            let _ = writeln!(
+                out,
+                "{id} {} {command} {:.1}s {:.1}s {} {} {}/{}",
+                lease.who.tgid,
+                now.saturating_duration_since(lease.granted).as_secs_f64(),
+                lease.expires.saturating_duration_since(now).as_secs_f64(),
+                lease.items.len(),
+                Bytes(lease.bytes),
+                lease.shares.len(),
+                lease.parties
+            );
+        }
+        out
+    }
+}
