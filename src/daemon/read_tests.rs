@@ -206,3 +206,18 @@ fn a_slab_that_is_written_again_has_whole_pages() {
     assert_eq!(bytes(), 301_001);
     rig.stop();
 }
+
+/// Where one block of a file in shared use could not be read, all that were read with it could not be read any more.
+#[test]
+fn only_the_block_that_cannot_be_read_is_bad() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let _writer = shared(&rig, 1);
+    let direct = reader(&rig, libc::O_DIRECT);
+    rig.faults.fail_next(Direction::Read, 1, libc::EIO);
+    assert_eq!(answer(&ask(&rig, &direct, 0, MIB), "a read"), Err(Errno::EIO));
+    let bad: Vec<usize> =
+        (0..4).filter(|at| answer(&ask(&rig, &direct, at * BLOCK, BLOCK), "a read").is_err()).collect();
+    assert_eq!(bad, [0]);
+    rig.stop();
+}
