@@ -172,6 +172,10 @@ fn a_file_that_was_lost_takes_no_more() {
     let other = rig.store().create(ROOT_INO, b"other", 0o644, flags, &Rig::caller()).unwrap().1.handle;
     assert_eq!(answer(&put(&rig, &other, 0, &vec![4; MIB]), "a write to another file"), Ok(MIB as u32));
     assert!(more.iter().all(|written| answer(written, "a write") == Err(Errno::EIO)));
+    let (tell, told) = channel();
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    rig.store().fallocate(&writer, 100, 100, mode, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(answer(&told, "punching a hole"), Err(Errno::EIO));
     rig.store().release(&other);
     let _ = rig.drain();
     assert_eq!(rig.read(rig.find("other").unwrap(), MIB), Ok(vec![4; MIB]));
