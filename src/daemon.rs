@@ -585,6 +585,8 @@ mod lease_tests;
 #[cfg(test)]
 mod read_tests;
 #[cfg(test)]
+mod reads_fuzz;
+#[cfg(test)]
 mod replaced_tests;
 #[cfg(test)]
 mod stale_tests;

@@ -172,6 +172,10 @@ fn a_file_that_was_lost_takes_no_more() {
     let other = rig.store().create(ROOT_INO, b"other", 0o644, flags, &Rig::caller()).unwrap().1.handle;
     assert_eq!(answer(&put(&rig, &other, 0, &vec![4; MIB]), "a write to another file"), Ok(MIB as u32));
     assert!(more.iter().all(|written| answer(written, "a write") == Err(Errno::EIO)));
+    let (tell, told) = channel();
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    rig.store().fallocate(&writer, 100, 100, mode, Box::new(move |result| tell.send(result).unwrap()));
+    assert_eq!(answer(&told, "punching a hole"), Err(Errno::EIO));
     rig.store().release(&other);
     let _ = rig.drain();
     assert_eq!(rig.read(rig.find("other").unwrap(), MIB), Ok(vec![4; MIB]));
@@ -204,5 +208,20 @@ fn a_slab_that_is_written_again_has_whole_pages() {
     assert_eq!(bytes(), 300_001u64.next_multiple_of(4096));
     rig.store().release(&again);
     assert_eq!(bytes(), 301_001);
+    rig.stop();
+}
+
+/// Where one block of a file in shared use could not be read, all that were read with it could not be read any more.
+#[test]
+fn only_the_block_that_cannot_be_read_is_bad() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    let _writer = shared(&rig, 1);
+    let direct = reader(&rig, libc::O_DIRECT);
+    rig.faults.fail_next(Direction::Read, 1, libc::EIO);
+    assert_eq!(answer(&ask(&rig, &direct, 0, MIB), "a read"), Err(Errno::EIO));
+    let bad: Vec<usize> =
+        (0..4).filter(|at| answer(&ask(&rig, &direct, at * BLOCK, BLOCK), "a read").is_err()).collect();
+    assert_eq!(bad, [0]);
     rig.stop();
 }

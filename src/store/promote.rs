@@ -36,6 +36,8 @@ pub struct Load {
 
 struct Part {
     class: Class,
+    /// What blocks it has a part of.
+    blocks: Range<usize>,
     offset: u64,
     span: Span,
     group: Arc<Group>,
@@ -46,8 +48,15 @@ pub struct Group {
     id: NodeId,
     checks: Vec<Check>,
     remaining: AtomicU32,
-    failed: Mutex<Option<io::Error>>,
+    failed: Mutex<Failed>,
     target: Mutex<Option<Target>>,
+}
+
+/// What of a group could not be read, and why not.
+#[derive(Default)]
+struct Failed {
+    error: Option<io::Error>,
+    blocks: SmallVec<[Range<usize>; 1]>,
 }
 
 /// One block's bytes as they were written, whole pages, and their checksum.
@@ -147,7 +156,7 @@ impl Core {
         let mut index = range.start;
         while index < range.end {
             let mut checks = Vec::new();
-            let mut reads: Vec<(u64, Span)> = Vec::new();
+            let mut reads: Vec<(Range<usize>, u64, Span)> = Vec::new();
             // A group does not reach from what is waited for into the rest.
             let edge = [wanted.start, wanted.end].into_iter().find(|&edge| edge > index).unwrap_or(range.end);
             let stop = range.end.min(edge).min(index + if whole { GROUP_BLOCKS } else { 1 });
@@ -180,12 +189,13 @@ impl Core {
                 checks.push(Check { index: at, io, version, place, parts: written, crc });
                 for (offset, span) in to_read {
                     match reads.last_mut() {
-                        Some((last, before))
+                        Some((blocks, last, before))
                             if *last + before.len() as u64 == offset && before.is_followed_by(&span) =>
                         {
                             *before = before.joined(&span);
+                            blocks.end = at + 1;
                         }
-                        _ => reads.push((offset, span)),
+                        _ => reads.push((at..at + 1, offset, span)),
                     }
                 }
             }
@@ -197,13 +207,14 @@ impl Core {
                 id,
                 checks,
                 remaining: AtomicU32::new(reads.len() as u32),
-                failed: Mutex::new(None),
+                failed: Mutex::default(),
                 target: Mutex::new(Some(Target::L1)),
             });
             self.counters.promoting += 1;
             self.hot_mut(idx).transfers += 1;
-            load.parts.extend(reads.into_iter().map(|(offset, span)| Part {
+            load.parts.extend(reads.into_iter().map(|(blocks, offset, span)| Part {
                 class,
+                blocks,
                 offset,
                 span,
                 group: group.clone(),
@@ -336,7 +347,7 @@ impl Core {
                 let version =
                     self.hot(idx).and_then(|hot| hot.blocks.get(index)).map_or(0, |block| block.version);
                 checks.push(Check { index, io: BlockIo::Idle, version, place, parts: written, crc });
-                reads.extend(to_read);
+                reads.extend(to_read.into_iter().map(|(offset, span)| (index..index + 1, offset, span)));
             }
         }
         let from = (read.offset - first as u64 * BLOCK) as usize;
@@ -352,14 +363,20 @@ impl Core {
             id: self.id(idx),
             checks,
             remaining: AtomicU32::new(reads.len() as u32),
-            failed: Mutex::new(None),
+            failed: Mutex::default(),
             target: Mutex::new(Some(Target::Around { span, from, number })),
         });
         self.counters.promoting += 1;
         self.hot_mut(idx).transfers += 1;
         let parts = reads
             .into_iter()
-            .map(|(offset, span)| Part { class: Class::Demand, offset, span, group: group.clone() })
+            .map(|(blocks, offset, span)| Part {
+                class: Class::Demand,
+                blocks,
+                offset,
+                span,
+                group: group.clone(),
+            })
             .collect();
         let device = usize::from(self.node(idx).device);
         self.effects.push(Effect::Load(Load { device, parts, zero: Vec::new() }));
@@ -490,7 +507,9 @@ impl Store {
                 span: part.span,
                 done: Box::new(move |result| {
                     if let Err(error) = result {
-                        group.failed.lock().get_or_insert(error);
+                        let mut failed = group.failed.lock();
+                        failed.error.get_or_insert(error);
+                        failed.blocks.push(part.blocks);
                     }
                     if group.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
                         let at = store.clone();
@@ -504,8 +523,10 @@ impl Store {
     /// Checks what has come, on a completion thread.
     fn finish_load(self: &Arc<Self>, group: &Group) {
         let Some(target) = group.target.lock().take() else { return };
-        let failed = group.failed.lock().take();
-        let is_bad = |check: &&Check| failed.is_some() || crc_of(&check.parts) != check.crc;
+        let Failed { error: failed, blocks } = std::mem::take(&mut *group.failed.lock());
+        let is_bad = |check: &&Check| {
+            blocks.iter().any(|blocks| blocks.contains(&check.index)) || crc_of(&check.parts) != check.crc
+        };
         let bad: Vec<usize> = group.checks.iter().filter(is_bad).map(|check| check.index).collect();
         self.with(|core| core.loaded(group, target, &bad, failed.as_ref()));
     }

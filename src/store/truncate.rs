@@ -286,7 +286,7 @@ impl Core {
         if grows && end > self.size_max() {
             return Err(Stop::Fail(if self.settings.memory_only { self.no_space() } else { Errno::EFBIG }));
         }
-        if self.poisoned {
+        if self.poisoned || self.node(idx).has(LOST) {
             return Err(Stop::Fail(Errno::EIO));
         }
         self.wait_in_turn(queued)?;

@@ -92,7 +92,7 @@ fn a_lock_that_outlives_its_process_is_waited_for() {
     let path = folder.path().join("store");
     drop(Device::open(&path, &sized(MIB)).unwrap());
     // flock ends; who inherits the open file holds what it locked.
-    let script = "exec 9<>\"$0\"; flock 9; sleep 1 9<&9 >/dev/null & echo";
+    let script = "exec 9<>\"$0\"; flock 9; sleep 1 9<&9 >/dev/null 2>&1 & echo";
     let locked = Command::new("sh").args(["-c", script]).arg(&path).output().unwrap();
     assert!(locked.status.success(), "{locked:?}");
     assert!(File::open(&path).unwrap().try_lock().is_err());
