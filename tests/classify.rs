@@ -157,7 +157,8 @@ fn a_request_looks_at_so_many_blocks_and_no_more() {
     if memory_only() {
         return;
     }
-    let mount = Mount::new();
+    // A file lies on one device.
+    let mount = Mount::with(Options::new(128, 1536));
     let file = slot_file(&mount, "s", b"x");
     let blocks = 400;
     file.set_len(blocks * BLOCK as u64).unwrap();

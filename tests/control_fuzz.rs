@@ -93,6 +93,23 @@ impl Dice {
         (count, list)
     }
 
+    /// CLASSIFY of names that are there, mostly with a lease.
+    fn good_request(&mut self) -> (u32, Vec<u8>) {
+        let count = 1 + self.below(3) as u32;
+        let mut bytes = vec![0; 80];
+        bytes[..2].copy_from_slice(&1u16.to_ne_bytes());
+        bytes[2] = u8::from(self.chance(80));
+        bytes[4..8].copy_from_slice(&count.to_ne_bytes());
+        bytes[12..16].copy_from_slice(&(self.below(4) as u32).to_ne_bytes());
+        for _ in 0..count {
+            let mut range = vec![0; 32];
+            range[..8].copy_from_slice(&self.below(4).to_ne_bytes());
+            range[24..28].copy_from_slice(&1u32.to_ne_bytes());
+            bytes.extend(range);
+        }
+        (3 << 30 | (bytes.len() as u32) << 16 | 0x4b07, bytes)
+    }
+
     /// One request: its number, and what goes with it.
     fn request(&mut self) -> (u32, Vec<u8>) {
         let nr = if self.chance(3) { self.below(256) as u32 } else { 1 + self.below(11) as u32 };
@@ -376,7 +393,7 @@ fn a_mount_stands_whatever_it_is_asked() {
                 "{list:?}"
             );
         }
-        let (number, bytes) = dice.request();
+        let (number, bytes) = if dice.chance(10) { dice.good_request() } else { dice.request() };
         let on_file = dice.chance(3);
         let fd = if on_file { plain.as_raw_fd() } else { handles[dice.below(2) as usize].0.as_raw_fd() };
         let (result, back) = raw_ioctl(fd, number, &bytes);
