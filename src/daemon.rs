@@ -578,6 +578,8 @@ mod late_release_tests;
 #[cfg(test)]
 mod read_tests;
 #[cfg(test)]
+mod reads_fuzz;
+#[cfg(test)]
 mod replaced_tests;
 #[cfg(test)]
 mod stale_tests;

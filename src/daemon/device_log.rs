@@ -31,7 +31,7 @@ mod cuts;
 mod machine;
 mod model;
 mod rig;
-mod rng;
+pub(super) mod rng;
 
 const MIB: u64 = 1 << 20;
 /// What a recovered store needs for its new files.
