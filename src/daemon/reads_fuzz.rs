@@ -423,9 +423,9 @@ fn makes(world: &World, letter: &str, steps: usize) -> HashMap<String, NodeId> {
                 let model = if handle.id == there[&name] {
                     old
                 } else {
+                    // A copy, or again the one that was copied, if nobody wrote to the copy.
                     let copy: Shared = Arc::new(Mutex::new(old.lock().clone()));
-                    world.models.lock().insert(handle.id, copy.clone());
-                    copy
+                    world.models.lock().entry(handle.id).or_insert(copy).clone()
                 };
                 let size = model.lock().size;
                 let from = rng.below(size);
@@ -494,6 +494,7 @@ fn shares(world: &World, name: &str, steps: usize) {
     let store = world.rig.store();
     let mut model = Shared::default();
     let mut last: Option<NodeId> = None;
+    let mut mine: HashMap<NodeId, Shared> = HashMap::new();
     let mut handle: Option<Handle> = None;
     for step in 0..steps {
         if world.stop.load(Ordering::Acquire) {
@@ -502,9 +503,11 @@ fn shares(world: &World, name: &str, steps: usize) {
         if handle.is_none() {
             let cut = name == "p" && rng.percent(25);
             if cut {
-                let mut model = model.lock();
-                model.resizes += 1;
-                model.cells.iter_mut().for_each(|cell| cell.0.push(0));
+                // Whichever of its versions it is that has the name.
+                for mut model in mine.values().map(|model| model.lock()) {
+                    model.resizes += 1;
+                    model.cells.iter_mut().for_each(|cell| cell.0.push(0));
+                }
             }
             let flags = libc::O_RDWR | if cut { libc::O_TRUNC } else { 0 };
             let opened = world.open(name, flags, &caller).or_else(|error| match error {
@@ -517,8 +520,14 @@ fn shares(world: &World, name: &str, steps: usize) {
                 }
                 error => Err(error),
             });
+            if let (true, Ok(opened)) = (cut, &opened)
+                && let Some(mut model) = mine.get(&opened.handle.id).map(|model| model.lock())
+            {
+                model.size = 0;
+                model.cells.iter_mut().for_each(|cell| cell.1 = cell.0.len() - 1);
+            }
             if cut {
-                model.lock().resizes += 1;
+                mine.values().for_each(|model| model.lock().resizes += 1);
             }
             let opened = match opened {
                 Ok(opened) => opened,
@@ -527,16 +536,14 @@ fn shares(world: &World, name: &str, steps: usize) {
             };
             let id = opened.handle.id;
             world.note(format!("shared {name} {step} open {id:?} {flags:o} after {last:?}"));
-            if last == Some(id) {
-                if cut {
-                    let mut model = model.lock();
-                    model.size = 0;
-                    model.cells.iter_mut().for_each(|cell| cell.1 = cell.0.len() - 1);
-                }
+            if let Some(known) = mine.get(&id) {
+                // The same, or again the one that was copied, if nobody wrote to the copy.
+                model = known.clone();
             } else {
                 let before = model.lock().clone();
                 let new = if cut || last.is_none() { Model::default() } else { before };
                 model = Arc::new(Mutex::new(new));
+                mine.insert(id, model.clone());
                 world.models.lock().insert(id, model.clone());
             }
             last = Some(id);
