@@ -1,5 +1,5 @@
 //! Readers of all kinds against writers, evictions, renames and a device that stalls and errs: every byte that is read
-//! is one that the file had. `FUZZ_FROM` and `FUZZ_COUNT` say which runs, `FUZZ_STATS` has them say what they did.
+//! is one that the file had. `KVCACHEFS_TEST_SEED` and `KVCACHEFS_TEST_READS` say which runs, `KVCACHEFS_TEST_STATS` has them say what they did.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on shall stop")]
 #![allow(unsafe_code, reason = "mappings are made and read here, as by clients")]
 
@@ -761,7 +761,7 @@ fn run(seed: u64, steps: usize) {
                 .collect::<Vec<_>>()
         );
     }
-    if std::env::var("FUZZ_STATS").is_ok() {
+    if std::env::var("KVCACHEFS_TEST_STATS").is_ok() {
         let counts: Vec<_> = world.counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
         let c = world.rig.store().snapshot().counters;
         eprintln!(
@@ -823,7 +823,7 @@ fn every_byte_read_is_one_that_the_file_had() {
     let number = |name: &str, default: u64| {
         std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
     };
-    let (from, count) = (number("FUZZ_FROM", 1), number("FUZZ_COUNT", 2));
+    let (from, count) = (number("KVCACHEFS_TEST_SEED", 1), number("KVCACHEFS_TEST_READS", 2));
     let mut failed = 0;
     for seed in from..from + count {
         if std::panic::catch_unwind(|| run(seed, 80)).is_err() {
