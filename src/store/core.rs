@@ -393,10 +393,15 @@ impl Core {
     }
 
     pub fn touch(&mut self, idx: Idx) {
+        self.touch_at(idx, self.ticks());
+    }
+
+    /// The same of many, with one look at the clock.
+    pub fn touch_at(&mut self, idx: Idx, ticks: u32) {
         if self.node(idx).has(NAMED) && self.node(idx).kind() == Kind::File {
             let device = usize::from(self.node(idx).device);
             self.recency[device].push_front::<Recency>(&mut self.tree.nodes, idx);
-            self.node_mut(idx).touched = self.ticks();
+            self.node_mut(idx).touched = ticks;
         }
     }
 

@@ -325,7 +325,7 @@ pub struct Hot {
     pub reads: Vec<PendingRead>,
     /// How many leases hold something of it.
     pub leases: u32,
-    /// How many ranges of leases each block is in. Behind the last that is in one, nothing.
+    /// How many ranges of leases each block is in, as far as one ever was.
     pub leased: Vec<u32>,
     /// Changes that have begun to make holes of its blocks: what they have promised they finish, so nothing of it is
     /// leased meanwhile.

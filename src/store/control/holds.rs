@@ -6,60 +6,81 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::classify::Seen;
 use super::leases::{Client, Item};
-use super::parts::{Parts, blocks_of, merged};
+use super::parts::blocks_of;
 use crate::store::core::Core;
 use crate::store::hot::Mem;
 use crate::store::lists::Droppable;
 use crate::store::node::{Idx, NodeId};
 
 /// What a lease has of one file.
-#[derive(Default)]
 pub(super) struct FileUse {
+    pub node: NodeId,
     /// Its ranges that hold something of it still.
     pub items: u32,
     /// Memory that they keep in L1.
     pub charge: u64,
 }
 
-/// The files of one lease.
-pub(super) type Files = HashMap<NodeId, FileUse>;
+/// The files of one lease, by node.
+pub(super) type Files = Vec<FileUse>;
+
+/// The blocks that an item holds: mostly all of it.
+pub(super) type Held = SmallVec<[Range<u32>; 1]>;
+
+fn find(files: &mut Files, node: NodeId) -> Option<&mut FileUse> {
+    let at = files.binary_search_by_key(&node, |file| file.node).ok()?;
+    files.get_mut(at)
+}
 
 impl Core {
-    /// Memory that `blocks` of a file keep in L1: a slab stays whole.
-    fn memory_of(&self, idx: Idx, blocks: Parts) -> u64 {
+    /// Memory that blocks of a file keep in L1: a slab stays whole. The ranges are sorted, and may overlap.
+    fn memory_of<'r>(&self, idx: Idx, ranges: impl Iterator<Item = &'r Range<u32>>) -> u64 {
         let Some(hot) = self.hot(idx) else { return 0 };
         let slab = hot.slab.as_ref().map_or(0, |slab| u64::from(slab.pages()) * 4096);
-        let blocks = merged(blocks);
-        if hot.sealed() && hot.slab.is_some() && !hot.mixed {
-            return if blocks.is_empty() { 0 } else { slab };
-        }
-        let (mut in_slab, mut chunks) = (false, 0);
-        for block in blocks.into_iter().flatten() {
-            match hot.blocks.get(block as usize).map(|block| &block.mem) {
-                Some(Mem::Slab) => in_slab = true,
-                Some(Mem::Chunk(chunk)) => chunks += chunk.len() as u64,
-                Some(Mem::None) | None => {}
+        let whole = hot.sealed() && hot.slab.is_some() && !hot.mixed;
+        let (mut in_slab, mut chunks, mut done) = (false, 0, 0);
+        for range in ranges.filter(|range| !range.is_empty()) {
+            if whole {
+                return slab;
             }
+            for block in range.start.max(done)..range.end {
+                match hot.blocks.get(block as usize).map(|block| &block.mem) {
+                    Some(Mem::Slab) => in_slab = true,
+                    Some(Mem::Chunk(chunk)) => chunks += chunk.len() as u64,
+                    Some(Mem::None) | None => {}
+                }
+            }
+            done = done.max(range.end);
         }
         chunks + if in_slab { slab } else { 0 }
     }
 
     /// The files of a window, with the memory that all of it keeps in L1: each block once.
     pub(super) fn files_of(&self, window: &[Seen]) -> Files {
-        let mut blocks: HashMap<Idx, Parts> = HashMap::new();
-        let mut files = Files::new();
+        let mut blocks: Vec<(NodeId, Range<u32>)> = Vec::with_capacity(window.len());
+        let mut nodes: Vec<NodeId> = Vec::with_capacity(window.len());
         for seen in window {
-            let range = seen.blocks();
-            blocks.entry(seen.shown).or_default().push(range.start as u64..range.end as u64);
-            files.entry(self.id(seen.idx)).or_default().items += 1;
+            let shown = self.id(seen.shown);
+            blocks.push((shown, blocks_of(&seen.bytes)));
+            nodes.push(shown);
             if seen.shown != seen.idx {
-                files.entry(self.id(seen.shown)).or_default().items += 1;
+                nodes.push(self.id(seen.idx));
             }
         }
-        for (idx, parts) in blocks {
-            files.entry(self.id(idx)).or_default().charge = self.memory_of(idx, parts);
+        nodes.sort_unstable();
+        blocks.sort_unstable_by_key(|(node, range)| (*node, range.start));
+        let same = nodes.chunk_by(|one, other| one == other);
+        let mut files: Files =
+            same.map(|all| FileUse { node: all[0], items: all.len() as u32, charge: 0 }).collect();
+        for all in blocks.chunk_by(|(one, _), (other, _)| one == other) {
+            let charge = self.memory_of(all[0].0.idx(), all.iter().map(|(_, range)| range));
+            if let Some(file) = find(&mut files, all[0].0) {
+                file.charge = charge;
+            }
         }
         files
     }
@@ -69,8 +90,8 @@ impl Core {
         for item in items {
             self.count_blocks(item, &item.held, true);
         }
-        for node in files.keys() {
-            let idx = node.idx();
+        for file in files {
+            let idx = file.node.idx();
             self.hot_mut(idx).leases += 1;
             self.keep_leased(idx);
         }
@@ -81,10 +102,10 @@ impl Core {
         for item in items {
             self.count_blocks(item, &item.held, false);
         }
-        for (node, _) in files.iter().filter(|(_, file)| file.items > 0) {
-            self.leave(*node);
+        for file in files.iter().filter(|file| file.items > 0) {
+            self.leave(file.node);
         }
-        files.keys().for_each(|node| self.let_lease_go(*node));
+        files.iter().for_each(|file| self.let_lease_go(file.node));
     }
 
     /// One more range of a lease has these blocks of a file, and of that whose bytes it shows; or one less.
@@ -109,10 +130,8 @@ impl Core {
         let Some(idx) = self.by_id(node) else { return };
         let hot = self.hot_mut(idx);
         hot.leases -= 1;
-        if hot.leases == 0 {
-            debug_assert!(hot.leased.iter().all(|count| *count == 0), "a block is leased by nobody");
-            hot.leased = Vec::new();
-        }
+        let free = || hot.leases > 0 || hot.leased.iter().all(|count| *count == 0);
+        debug_assert!(free(), "a block is leased by nobody");
     }
 
     /// A file of which nothing may leave L1 is no candidate any more.
@@ -135,9 +154,9 @@ impl Core {
     /// Notes with the files what is still held of these ranges, and what memory that is.
     pub(super) fn refresh(&mut self, id: u64, items: &[u32]) {
         let Some(mut lease) = self.control.leases.all.remove(&id) else { return };
-        let mut changed: HashMap<NodeId, Parts> = HashMap::new();
+        let mut changed: HashMap<NodeId, Vec<Range<u32>>> = HashMap::new();
         for &at in items {
-            let now: Vec<Range<u32>> = lease.held(at).iter().map(blocks_of).collect();
+            let now: Held = lease.held(at).iter().map(blocks_of).collect();
             let item = &mut lease.items[at as usize];
             let before = std::mem::replace(&mut item.held, now);
             self.count_blocks(item, &item.held, true);
@@ -146,7 +165,7 @@ impl Core {
             let both = [Some(item.node), Some(item.shown).filter(|shown| *shown != item.node)];
             for node in both.into_iter().flatten() {
                 changed.entry(node).or_default();
-                if over && let Some(file) = lease.files.get_mut(&node) {
+                if over && let Some(file) = find(&mut lease.files, node) {
                     file.items -= 1;
                     if file.items == 0 {
                         self.leave(node);
@@ -156,14 +175,15 @@ impl Core {
         }
         for item in &lease.items {
             if let Some(parts) = changed.get_mut(&item.shown) {
-                parts.extend(item.held.iter().map(|held| u64::from(held.start)..u64::from(held.end)));
+                parts.extend(item.held.iter().cloned());
             }
         }
         let before = lease.bytes;
-        for (node, parts) in changed {
-            if let (Some(idx), Some(file)) = (self.by_id(node), lease.files.get_mut(&node)) {
+        for (node, mut parts) in changed {
+            parts.sort_unstable_by_key(|part| part.start);
+            if let (Some(idx), Some(file)) = (self.by_id(node), find(&mut lease.files, node)) {
                 // It may have moved to other memory meanwhile; nobody is charged more for that.
-                let now = self.memory_of(idx, parts).min(file.charge);
+                let now = self.memory_of(idx, parts.iter()).min(file.charge);
                 lease.bytes = lease.bytes - file.charge + now;
                 file.charge = now;
             }

@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::classify::Seen;
-use super::holds::Files;
+use super::holds::{FileUse, Files, Held};
 use super::parts::{Parts, blocks_of, merged};
 use super::session::{Session, SessionId, Who};
 use super::{LEASES_MAX, PARTIES_MAX};
@@ -68,7 +68,7 @@ pub(super) struct Item {
     pub shown: NodeId,
     pub bytes: Range<u64>,
     /// The blocks that somebody still holds: of an empty range, an empty one.
-    pub held: Vec<Range<u32>>,
+    pub held: Held,
 }
 
 pub(super) struct Share {
@@ -197,7 +197,7 @@ impl Core {
             return Err(Errno::EMFILE);
         }
         let files = self.files_of(&window);
-        let bytes: u64 = files.values().map(|file| file.charge).sum();
+        let bytes: u64 = files.iter().map(|file| file.charge).sum();
         if used.bytes + bytes > self.settings.lease_client_max_bytes {
             self.counters.leases_denied_client += 1;
             return Err(Errno::EDQUOT);
@@ -209,14 +209,15 @@ impl Core {
         let item = |seen: Seen| Item {
             node: self.id(seen.idx),
             shown: self.id(seen.shown),
-            held: vec![blocks_of(&seen.bytes)],
+            held: smallvec![blocks_of(&seen.bytes)],
             bytes: seen.bytes,
         };
         let items: Vec<Item> = window.into_iter().map(item).collect();
         self.hold(&items, &files);
         // The first of them leaves last: what follows is of use only together with what is before it.
+        let now = self.ticks();
         for item in items.iter().rev() {
-            self.touch(item.node.idx());
+            self.touch_at(item.node.idx(), now);
         }
         let leases = &mut self.control.leases;
         leases.last += 1;
@@ -253,11 +254,11 @@ impl Core {
         while let Some(&(due, id)) = self.control.leases.due.first().filter(|(due, _)| *due <= now) {
             self.control.leases.due.remove(&(due, id));
             let Some(lease) = self.control.leases.all.get(&id) else { continue };
-            let reads = |node: &NodeId| {
-                let hot = self.by_id(*node).and_then(|idx| self.hot(idx));
+            let reads = |file: &FileUse| {
+                let hot = self.by_id(file.node).and_then(|idx| self.hot(idx));
                 hot.is_some_and(|hot| hot.pins > 0 || !hot.reads.is_empty())
             };
-            if lease.files.keys().any(reads) {
+            if lease.files.iter().any(reads) {
                 let due = now + STILL_USED;
                 if let Some(lease) = self.control.leases.all.get_mut(&id) {
                     lease.due = due;
