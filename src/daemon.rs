@@ -577,6 +577,8 @@ mod catalog_tests;
 #[cfg(test)]
 mod device_log;
 #[cfg(test)]
+mod full_device;
+#[cfg(test)]
 mod in_flight_tests;
 #[cfg(test)]
 mod late_release_tests;

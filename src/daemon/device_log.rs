@@ -30,7 +30,7 @@ mod crash;
 mod cuts;
 mod machine;
 mod model;
-mod rig;
+pub(super) mod rig;
 pub(super) mod rng;
 
 const MIB: u64 = 1 << 20;
@@ -41,7 +41,7 @@ const ENTRIES_OF_OPENING: usize = 30;
 /// Images that a test tries unless it is told otherwise.
 const CUTS: usize = 120;
 
-fn number(key: &str, otherwise: usize) -> usize {
+pub(super) fn number(key: &str, otherwise: usize) -> usize {
     std::env::var(key).map_or(otherwise, |text| text.parse().unwrap())
 }
 

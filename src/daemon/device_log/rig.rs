@@ -5,6 +5,7 @@ use std::fs::OpenOptions;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use nix::errno::Errno;
 
@@ -16,10 +17,12 @@ use crate::daemon::Daemon;
 use crate::host::Host;
 use crate::l2::Extent;
 use crate::stats::Events;
-use crate::store::core::HOLE;
+use crate::store::core::{Core, HOLE};
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::{Answer, Caller, Entry, Handle, Store};
 
+/// Nothing takes this long unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(120);
 /// Times that an open may be sent to look again.
 const AGAIN_MAX: usize = 20;
 
@@ -112,32 +115,36 @@ impl Rig {
         {
             return Err(line.clone());
         }
-        let core = self.store().lock();
-        let mut taken: Vec<Vec<Extent>> = vec![Vec::new(); core.allocators.len()];
-        for idx in 0..core.tree.nodes.end() {
-            let Some(node) = core.tree.nodes.get(idx) else { continue };
-            let extents = core.layout(idx).1;
-            taken[usize::from(node.device)].extend(extents.iter().filter(|extent| extent.start != HOLE));
-        }
-        let mut pages = 0;
-        for (device, (extents, allocator)) in taken.iter_mut().zip(&core.allocators).enumerate() {
-            extents.sort();
-            if let Some(pair) = extents.windows(2).find(|pair| pair[0].end() > pair[1].start) {
-                return Err(format!("two files have the same place on device {device}: {pair:?}"));
-            }
-            let sum: u64 = extents.iter().map(|extent| u64::from(extent.blocks)).sum();
-            let allocated = allocator.blocks() - allocator.free_blocks();
-            if sum != allocated {
-                return Err(format!("device {device}: files have {sum} pages, {allocated} are allocated"));
-            }
-            pages += sum;
-        }
-        let counted: u64 = core.space.devices.iter().map(|device| device.allocated).sum();
-        if pages != counted {
-            return Err(format!("files have {pages} pages, {counted} are counted"));
-        }
-        Ok(())
+        check_places(&self.store().lock())
     }
+}
+
+/// Whether each page of the devices is one file's or free, and counted as that.
+pub fn check_places(core: &Core) -> Result<(), String> {
+    let mut taken: Vec<Vec<Extent>> = vec![Vec::new(); core.allocators.len()];
+    for idx in 0..core.tree.nodes.end() {
+        let Some(node) = core.tree.nodes.get(idx) else { continue };
+        let extents = core.layout(idx).1;
+        taken[usize::from(node.device)].extend(extents.iter().filter(|extent| extent.start != HOLE));
+    }
+    let mut pages = 0;
+    for (device, (extents, allocator)) in taken.iter_mut().zip(&core.allocators).enumerate() {
+        extents.sort();
+        if let Some(pair) = extents.windows(2).find(|pair| pair[0].end() > pair[1].start) {
+            return Err(format!("two files have the same place on device {device}: {pair:?}"));
+        }
+        let sum: u64 = extents.iter().map(|extent| u64::from(extent.blocks)).sum();
+        let allocated = allocator.blocks() - allocator.free_blocks();
+        if sum != allocated {
+            return Err(format!("device {device}: files have {sum} pages, {allocated} are allocated"));
+        }
+        pages += sum;
+    }
+    let counted: u64 = core.space.devices.iter().map(|device| device.allocated).sum();
+    if pages != counted {
+        return Err(format!("files have {pages} pages, {counted} are counted"));
+    }
+    Ok(())
 }
 
 pub fn caller() -> Caller {
@@ -150,7 +157,7 @@ pub fn answer<T: Send + 'static>(ask: impl FnOnce(Box<dyn FnOnce(T) + Send>)) ->
     ask(Box::new(move |result| {
         let _ = tell.send(result);
     }));
-    told.recv().unwrap()
+    told.recv_timeout(PATIENCE).expect("it is never answered")
 }
 
 pub fn lookup(store: &Arc<Store>, parent: u64, name: &str) -> Result<Entry, Errno> {
@@ -219,12 +226,16 @@ fn read(store: &Arc<Store>, ino: u64) -> Result<Vec<u8>, Errno> {
 }
 
 pub fn read_handle(store: &Arc<Store>, handle: &Handle, len: usize) -> Result<Vec<u8>, Errno> {
+    read_part(store, handle, 0, len)
+}
+
+pub fn read_part(store: &Arc<Store>, handle: &Handle, at: usize, len: usize) -> Result<Vec<u8>, Errno> {
     let (tell, told) = channel();
     let reply = Box::new(move |result: Result<&[u8], Errno>| {
         let _ = tell.send(result.map(<[u8]>::to_vec));
     });
-    store.read(handle, 0, len, reply);
-    told.recv().unwrap()
+    store.read(handle, at as u64, len, reply);
+    told.recv_timeout(PATIENCE).expect("it is never answered")
 }
 
 fn attributes(store: &Arc<Store>, ino: u64) -> Result<Attributes, Errno> {
