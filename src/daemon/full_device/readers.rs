@@ -131,7 +131,7 @@ fn make(store: &Arc<Store>, size: usize, flags: i32) {
 
 /// Leaves room for `left` blocks, and credit for a few.
 fn make_scarce(rig: &Rig, left: u64) {
-    let block = BLOCK_PAGES as u64;
+    let block = BLOCK_PAGES;
     rig.store().with(|core| {
         core.settings.request_deadline = REQUEST_DEADLINE;
         core.settings.fsync_deadline = FSYNC_DEADLINE;
