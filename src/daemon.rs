@@ -155,6 +155,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
         })?;
     let mut heard = Heard { messages, ended: None, now: false };
     events.push(format!("mounted at {}", mounted.mountpoint.display()));
+    daemon.said.iter().for_each(|said| log::info!("{said}"));
     log::info!("mounted at {}", mounted.mountpoint.display());
     if let Err(error) = ready.mounted() {
         // Nobody has been told of the mount, so nobody shall find it.
@@ -233,6 +234,8 @@ struct Daemon {
     notes: Vec<String>,
     /// The store files that this start has made; they go with it if it fails.
     made: Vec<Made>,
+    /// What was found in L2.
+    said: Option<String>,
 }
 
 impl Daemon {
@@ -246,11 +249,13 @@ impl Daemon {
         raise_file_size(config, slab_bytes_max)?;
         let uid = nix::unistd::geteuid().as_raw();
         let gid = nix::unistd::getegid().as_raw();
-        let (volume, recovered, made) = match open_volume(config, uid, gid, ready, wrap)? {
-            Some((volume, recovered, made)) => (Some(Arc::new(volume)), recovered, made),
+        let (volume, recovered, made, said) = match open_volume(config, uid, gid, ready, wrap)? {
+            Some(OpenedStore { volume, recovered, made, said }) => {
+                (Some(Arc::new(volume)), recovered, made, Some(said))
+            }
             None => {
                 notes.push("L2: memory only, what leaves L1 is gone".to_owned());
-                (None, Recovery::new(uid, gid).finish(), Vec::new())
+                (None, Recovery::new(uid, gid).finish(), Vec::new(), None)
             }
         };
         if let Some(volume) = &volume {
@@ -336,7 +341,7 @@ impl Daemon {
         }
         let store = Store::new(core, pool, volume.clone(), events.clone());
         let read_only = config.read_only;
-        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made };
+        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made, said };
         daemon.start_threads()?;
         Ok(daemon)
     }
@@ -448,6 +453,15 @@ impl Daemon {
     }
 }
 
+/// L2, and what is in it.
+struct OpenedStore {
+    volume: Volume,
+    recovered: Recovered,
+    made: Vec<Made>,
+    /// What to say of it once there is a mount: a store that was made goes again with a start that fails.
+    said: String,
+}
+
 /// Opens L2 and reads its catalog.
 fn open_volume(
     config: &Config,
@@ -455,7 +469,7 @@ fn open_volume(
     gid: u32,
     ready: &Ready,
     wrap: Option<Wrap>,
-) -> Result<Option<(Volume, Recovered, Vec<Made>)>> {
+) -> Result<Option<OpenedStore>> {
     if config.is_memory_only() {
         return Ok(None);
     }
@@ -485,22 +499,22 @@ fn open_volume(
     let opened = Volume::open(&paths, &options, &mut recovery)?;
     let recovered = recovery.finish();
     opened.warnings.iter().for_each(|warning| log::warn!("{warning}"));
-    if opened.fresh {
-        log::info!(
+    let said = if opened.fresh {
+        format!(
             "made a new store on {}: {} for files; the catalog, its log and a reserve take the rest",
             counted(paths.len() as u64, "path"),
             Bytes(opened.volume.capacity_pages() * 4096).approx()
-        );
+        )
     } else {
-        log::info!(
+        format!(
             "store opened: {}, {} in use, {} of catalog read in {:.0?}",
             counted(recovered.tree.files, "file"),
             Bytes(recovered.allocated_pages * 4096).approx(),
             Bytes(opened.volume.recovery_bytes()).approx(),
             started.elapsed()
-        );
-    }
-    Ok(Some((opened.volume, recovered, opened.made)))
+        )
+    };
+    Ok(Some(OpenedStore { volume: opened.volume, recovered, made: opened.made, said }))
 }
 
 /// Raises the limit of file sizes as far as allowed, and refuses one that slabs or stores do not fit in: what met it

@@ -319,11 +319,16 @@ fn passthrough_that_is_insisted_on_is_refused_where_it_cannot_be() {
 /// What may be locked is 8 MiB for an ordinary user on most machines.
 #[test]
 fn memory_that_may_not_be_locked_is_said_before_it_is_missed() {
-    let mut mount = Nobodys::spawn(&["mount", "--l1=64MiB", "--log-level=error"]);
+    let mut args = vec!["mount", "--l1=64MiB"];
+    if !memory_only() {
+        args.push("--l2=l2/store:128MiB");
+    }
+    let mut mount = Nobodys::spawn(&args);
     assert_eq!(mount.daemon.wait().unwrap().code(), Some(1), "{}", mount.log());
     let log = mount.log();
     assert!(log.trim_end().lines().count() == 1 && log.contains("--l1"), "{log}");
     assert!(log.contains("--lock=false") && log.contains("RLIMIT_MEMLOCK"), "{log}");
+    assert!(!mount.scratch.path().join("l2/store").exists(), "a store is left behind");
 }
 
 /// A limit that L1 fits in is enough, however many slabs it is cut into.
