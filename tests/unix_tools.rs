@@ -206,6 +206,7 @@ fn attributes_are_shown_and_set() {
         cd "$M"
         setfattr -n user.model -v qwen3-8b f
         getfattr -d f
+        sync f
         for name in tier blocks durable; do getfattr -n user.kv.$name f; done
         getfattr --only-values -n user.model f
         setfattr -x user.model f
