@@ -1,4 +1,4 @@
-//! What the ioctls of `.ctl/lease` and `.ctl/prefetch` carry: fixed layouts, their meaning as [`Request`]s, nothing else.
+//! What the ioctls of `.ctl/lease`, `.ctl/prefetch` and `.ctl/drain` carry: fixed layouts, their meaning as [`Request`]s, nothing else.
 //!
 //! The C header `mount-tools/include/kvcachefs.h` says the same, a test compares the two, and docs/CONTROL.md explains
 //! them. Numbers have the machine's byte order: both ends are on one machine. Every structure is a multiple of eight
@@ -7,8 +7,16 @@
 //! [`decode`] trusts nothing. Whatever is wrong with a request as a whole is an errno, and nothing is done; what is
 //! wrong with one of its ranges is found later and becomes the status of that range alone.
 
+mod ticket;
+
 use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+pub use self::ticket::{
+    Drain, Failures, PREFETCH_ASK, PREFETCH_LEASE, Prefetch, TICKET_CANCELLED, TICKET_DENIED, TICKET_DONE,
+    TICKET_DRAIN, TICKET_FAILED, TICKET_NONE, TICKET_PREFETCH, TICKET_QUEUED, TICKET_RUNNING, Ticket,
+    TicketState,
+};
 
 /// The version that every request names.
 pub const VERSION: u16 = 1;
@@ -34,6 +42,8 @@ pub const NAMES_MAGIC: u32 = u32::from_ne_bytes(*b"KVNM");
 
 /// Features in [`Hello::features`].
 pub const FEATURE_LEASES: u64 = 1;
+pub const FEATURE_PREFETCH: u64 = 2;
+pub const FEATURE_DRAIN: u64 = 4;
 
 /// Flag of CLASSIFY: grant a lease if all of it is in L1.
 pub const CLASSIFY_LEASE: u16 = 1;
@@ -111,6 +121,12 @@ pub struct Hello {
     pub ttl_max_ms: u32,
     /// Requests that may prefetch at one time; 0: none.
     pub prefetch_window: u32,
+    /// Those that may wait for it.
+    pub prefetch_queue: u32,
+    /// What those that prefetch at one time may bring to L1.
+    pub prefetch_bytes_max: u64,
+    /// Of a session: those whose end it has not read.
+    pub tickets_max: u32,
     pub reserved: u32,
 }
 
@@ -315,6 +331,12 @@ pub enum Request {
     Attach(Lease),
     /// With room for so many ranges.
     Query(Lease, usize),
+    Prefetch(Prefetch, Vec<Range>),
+    Cancel(Ticket),
+    Ticket(Ticket),
+    Drain(Drain, Vec<Range>),
+    /// With room for so many bytes.
+    Failures(Failures, usize),
 }
 
 /// The commands, by their number.
@@ -331,10 +353,15 @@ pub enum Command {
     Release = 9,
     Attach = 10,
     Query = 11,
+    Prefetch = 12,
+    Cancel = 13,
+    Ticket = 14,
+    Drain = 15,
+    Failures = 16,
 }
 
 impl Command {
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 16] = [
         Self::Hello,
         Self::Names,
         Self::Intern,
@@ -346,6 +373,11 @@ impl Command {
         Self::Release,
         Self::Attach,
         Self::Query,
+        Self::Prefetch,
+        Self::Cancel,
+        Self::Ticket,
+        Self::Drain,
+        Self::Failures,
     ];
 
     /// The whole command number of a request of so many bytes, as `_IOWR` makes it.
@@ -364,6 +396,10 @@ impl Command {
             Self::Lookup => size_of::<Lookup>(),
             Self::Classify => size_of::<Classify>(),
             Self::Extend | Self::Release | Self::Attach | Self::Query => size_of::<Lease>(),
+            Self::Prefetch => size_of::<Prefetch>(),
+            Self::Cancel | Self::Ticket => size_of::<Ticket>(),
+            Self::Drain => size_of::<Drain>(),
+            Self::Failures => size_of::<Failures>(),
         }
     }
 
@@ -371,6 +407,7 @@ impl Command {
         match self {
             Self::Classify => CLASSIFY_LEASE,
             Self::Release => RELEASE_ALL_SHARES,
+            Self::Prefetch => PREFETCH_LEASE | PREFETCH_ASK,
             _ => 0,
         }
     }
@@ -457,6 +494,26 @@ pub fn decode(number: u32, bytes: &[u8]) -> Result<Request, Errno> {
             let room = items::<Leased>(header.count, RANGES_MAX, rest)?.len();
             Request::Query(lease, room)
         }
+        Command::Prefetch => {
+            let (prefetch, rest) = head::<Prefetch>(bytes)?;
+            zero(&prefetch.reserved)?;
+            zero(prefetch.reserved_answer.as_bytes())?;
+            Request::Prefetch(prefetch, window(header.count, rest)?)
+        }
+        Command::Cancel => Request::Cancel(ticket(bytes)?),
+        Command::Ticket => Request::Ticket(ticket(bytes)?),
+        Command::Drain => {
+            let (drain, rest) = head::<Drain>(bytes)?;
+            zero(drain.reserved.as_bytes())?;
+            Request::Drain(drain, items(header.count, RANGES_MAX, rest)?)
+        }
+        Command::Failures => {
+            let (failures, rest) = head::<Failures>(bytes)?;
+            if rest.len() < header.count as usize {
+                return Err(Errno::EINVAL);
+            }
+            Request::Failures(failures, header.count as usize)
+        }
     })
 }
 
@@ -464,6 +521,14 @@ fn lease(bytes: &[u8]) -> Result<(Lease, &[u8]), Errno> {
     let (lease, rest) = head::<Lease>(bytes)?;
     zero(lease.reserved.as_bytes())?;
     Ok((lease, rest))
+}
+
+fn ticket(bytes: &[u8]) -> Result<Ticket, Errno> {
+    let (ticket, _) = head::<Ticket>(bytes)?;
+    zero(ticket.reserved.as_bytes())?;
+    zero(ticket.state.reserved.as_bytes())?;
+    zero(ticket.state.reserved_end.as_bytes())?;
+    Ok(ticket)
 }
 
 /// A window has at least one range.
@@ -543,7 +608,7 @@ pub fn encode<T: IntoBytes + Immutable, I: IntoBytes + Immutable>(head: &T, item
 /// What the header and the clients' binaries say as well.
 const _: () = {
     assert!(size_of::<Header>() == 8);
-    assert!(size_of::<Hello>() == 72);
+    assert!(size_of::<Hello>() == 88);
     assert!(size_of::<Names>() == 16);
     assert!(size_of::<Intern>() == 32);
     assert!(size_of::<NamesHeader>() == 24);

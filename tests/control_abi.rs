@@ -52,6 +52,9 @@ fn rows() -> Rows {
             ttl_default_ms,
             ttl_max_ms,
             prefetch_window,
+            prefetch_queue,
+            prefetch_bytes_max,
+            tickets_max,
             reserved
         }
     );
@@ -102,6 +105,59 @@ fn rows() -> Rows {
         abi::RangeState { status, tier, flags, reserved, blocks, blocks_l1, bytes, bytes_l1 }
     );
     layout!(rows, "kvcachefs_leased", abi::Leased { node, offset, length, held });
+    layout!(
+        rows,
+        "kvcachefs_prefetch",
+        abi::Prefetch {
+            header,
+            tag,
+            deadline_ms,
+            ttl_ms,
+            parties,
+            priority,
+            reserved,
+            ticket,
+            lease,
+            status,
+            state,
+            tier,
+            reserved_answer,
+            absent,
+            failed,
+            blocks,
+            blocks_l1,
+            bytes,
+            bytes_l1,
+            bytes_to_read,
+            ahead,
+            estimate_ms
+        }
+    );
+    layout!(rows, "kvcachefs_drain", abi::Drain { header, tag, timeout_ms, reserved, ticket, files, bytes });
+    layout!(
+        rows,
+        "kvcachefs_ticket_state",
+        abi::TicketState {
+            ticket,
+            tag,
+            lease,
+            bytes,
+            files,
+            failed,
+            status,
+            state,
+            kind,
+            reserved,
+            ttl_ms,
+            reserved_end
+        }
+    );
+    layout!(
+        rows,
+        "kvcachefs_ticket",
+        abi::Ticket { header, state, bytes_total, ahead, estimate_ms, age_ms, reserved }
+    );
+    layout!(rows, "kvcachefs_failures", abi::Failures { header, ticket, from, count, bytes, known });
     constants!(
         rows,
         VERSION,
@@ -113,8 +169,12 @@ fn rows() -> Rows {
         NAME_BYTES_MAX,
         NAMES_MAGIC,
         FEATURE_LEASES,
+        FEATURE_PREFETCH,
+        FEATURE_DRAIN,
         CLASSIFY_LEASE,
         RELEASE_ALL_SHARES,
+        PREFETCH_LEASE,
+        PREFETCH_ASK,
         BASE_ROOT,
         BASE_NAME,
         KIND_NAME,
@@ -131,7 +191,16 @@ fn rows() -> Rows {
         STATE_OPEN,
         STATE_LOADING,
         LEASE_GONE,
-        LEASE_EXPIRED
+        LEASE_EXPIRED,
+        TICKET_NONE,
+        TICKET_QUEUED,
+        TICKET_RUNNING,
+        TICKET_DONE,
+        TICKET_DENIED,
+        TICKET_CANCELLED,
+        TICKET_FAILED,
+        TICKET_PREFETCH,
+        TICKET_DRAIN
     );
     for (name, command, item) in [
         ("HELLO", Ioctl::Hello, 0),
@@ -145,6 +214,11 @@ fn rows() -> Rows {
         ("RELEASE", Ioctl::Release, size_of::<abi::Range>()),
         ("ATTACH", Ioctl::Attach, 0),
         ("QUERY", Ioctl::Query, size_of::<abi::Leased>()),
+        ("PREFETCH", Ioctl::Prefetch, size_of::<abi::Range>()),
+        ("CANCEL", Ioctl::Cancel, 0),
+        ("TICKET", Ioctl::Ticket, 0),
+        ("DRAIN", Ioctl::Drain, size_of::<abi::Range>()),
+        ("FAILURES", Ioctl::Failures, 1),
     ] {
         let counts: &[usize] = if item == 0 { &[0] } else { &[0, 1, 256, 500] };
         for &count in counts {

@@ -1,4 +1,4 @@
-/* The ioctls of kvcachefs: .ctl/lease, .ctl/prefetch, and ID on any open file. docs/CONTROL.md explains them.
+/* The ioctls of kvcachefs: .ctl/lease, .ctl/prefetch, .ctl/drain, and ID on any open file. docs/CONTROL.md explains them.
  *
  * Numbers have the machine's byte order. What is reserved must be zero. A request with items behind it is one piece of
  * memory: the structure, then the items; where the answer has items, they take the same place.
@@ -27,10 +27,14 @@
 
 /* kvcachefs_hello.features */
 #define KVCACHEFS_FEATURE_LEASES 1
+#define KVCACHEFS_FEATURE_PREFETCH 2
+#define KVCACHEFS_FEATURE_DRAIN 4
 
 /* kvcachefs_header.flags */
 #define KVCACHEFS_CLASSIFY_LEASE 1
 #define KVCACHEFS_RELEASE_ALL_SHARES 1
+#define KVCACHEFS_PREFETCH_LEASE 1
+#define KVCACHEFS_PREFETCH_ASK 2
 
 /* base_kind */
 #define KVCACHEFS_BASE_ROOT 0
@@ -61,6 +65,19 @@
 #define KVCACHEFS_LEASE_GONE 1
 #define KVCACHEFS_LEASE_EXPIRED 2
 
+/* kvcachefs_ticket_state.state, kvcachefs_prefetch.state */
+#define KVCACHEFS_TICKET_NONE 0
+#define KVCACHEFS_TICKET_QUEUED 1
+#define KVCACHEFS_TICKET_RUNNING 2
+#define KVCACHEFS_TICKET_DONE 3
+#define KVCACHEFS_TICKET_DENIED 4
+#define KVCACHEFS_TICKET_CANCELLED 5
+#define KVCACHEFS_TICKET_FAILED 6
+
+/* kvcachefs_ticket_state.kind */
+#define KVCACHEFS_TICKET_PREFETCH 1
+#define KVCACHEFS_TICKET_DRAIN 2
+
 struct kvcachefs_header {
     uint16_t version; /* KVCACHEFS_VERSION */
     uint16_t flags;
@@ -81,6 +98,9 @@ struct kvcachefs_hello {
     uint32_t ttl_default_ms;
     uint32_t ttl_max_ms;
     uint32_t prefetch_window;
+    uint32_t prefetch_queue;
+    uint64_t prefetch_bytes_max;
+    uint32_t tickets_max;
     uint32_t reserved;
 };
 
@@ -202,6 +222,80 @@ struct kvcachefs_leased {
     uint64_t held;
 };
 
+/* Items as of kvcachefs_lookup. */
+struct kvcachefs_prefetch {
+    struct kvcachefs_header header;
+    uint64_t tag;
+    uint32_t deadline_ms; /* 0: none */
+    uint32_t ttl_ms; /* of the lease: wanted (0: the default), and given */
+    uint32_t parties; /* 0: one */
+    uint8_t priority; /* what is larger goes first */
+    uint8_t reserved[3];
+    uint64_t ticket; /* answers from here on */
+    uint64_t lease;
+    int32_t status; /* an errno: why it is denied, or why no lease was granted */
+    uint8_t state;
+    uint8_t tier;
+    uint16_t reserved_answer;
+    uint32_t absent;
+    uint32_t failed;
+    uint64_t blocks;
+    uint64_t blocks_l1;
+    uint64_t bytes;
+    uint64_t bytes_l1;
+    uint64_t bytes_to_read;
+    uint32_t ahead;
+    uint32_t estimate_ms;
+};
+
+/* Items as of kvcachefs_lookup: whole files and directories; none: everything. */
+struct kvcachefs_drain {
+    struct kvcachefs_header header;
+    uint64_t tag;
+    uint32_t timeout_ms; /* 0: --drain-timeout */
+    uint32_t reserved;
+    uint64_t ticket; /* answers from here on */
+    uint64_t files;
+    uint64_t bytes;
+};
+
+/* What read() on the handle gives for each ticket that has ended. */
+struct kvcachefs_ticket_state {
+    uint64_t ticket;
+    uint64_t tag;
+    uint64_t lease;
+    uint64_t bytes; /* read from the device so far; or drained */
+    uint64_t files; /* drained */
+    uint64_t failed;
+    int32_t status;
+    uint8_t state;
+    uint8_t kind;
+    uint16_t reserved;
+    uint32_t ttl_ms;
+    uint32_t reserved_end;
+};
+
+/* Of CANCEL and TICKET: state.ticket is asked for, the rest is the answer. */
+struct kvcachefs_ticket {
+    struct kvcachefs_header header;
+    struct kvcachefs_ticket_state state;
+    uint64_t bytes_total;
+    uint32_t ahead;
+    uint32_t estimate_ms;
+    uint32_t age_ms;
+    uint32_t reserved;
+};
+
+/* Room for header.count bytes of paths follows, each ended by a zero byte. */
+struct kvcachefs_failures {
+    struct kvcachefs_header header;
+    uint64_t ticket;
+    uint32_t from;
+    uint32_t count; /* answers from here on */
+    uint32_t bytes;
+    uint32_t known;
+};
+
 /* Command numbers hold the size of the request: of n items, or of n bytes of names. */
 #define KVCACHEFS_IOC(number, bytes) _IOC(_IOC_READ | _IOC_WRITE, 'K', number, bytes)
 #define KVCACHEFS_IOC_HELLO KVCACHEFS_IOC(1, sizeof(struct kvcachefs_hello))
@@ -220,5 +314,12 @@ struct kvcachefs_leased {
 #define KVCACHEFS_IOC_ATTACH KVCACHEFS_IOC(10, sizeof(struct kvcachefs_lease))
 #define KVCACHEFS_IOC_QUERY(n) \
     KVCACHEFS_IOC(11, sizeof(struct kvcachefs_lease) + (n) * sizeof(struct kvcachefs_leased))
+#define KVCACHEFS_IOC_PREFETCH(n) \
+    KVCACHEFS_IOC(12, sizeof(struct kvcachefs_prefetch) + (n) * sizeof(struct kvcachefs_range))
+#define KVCACHEFS_IOC_CANCEL KVCACHEFS_IOC(13, sizeof(struct kvcachefs_ticket))
+#define KVCACHEFS_IOC_TICKET KVCACHEFS_IOC(14, sizeof(struct kvcachefs_ticket))
+#define KVCACHEFS_IOC_DRAIN(n) \
+    KVCACHEFS_IOC(15, sizeof(struct kvcachefs_drain) + (n) * sizeof(struct kvcachefs_range))
+#define KVCACHEFS_IOC_FAILURES(n) KVCACHEFS_IOC(16, sizeof(struct kvcachefs_failures) + (n))
 
 #endif

@@ -28,8 +28,8 @@ fn intern(base_kind: u8, slot: Slot, count: u32, names: &[u8]) -> Vec<u8> {
 
 #[test]
 fn command_numbers_are_those_of_iowr() {
-    // _IOWR('K', 1, 72 bytes), as the kernel's headers compute it.
-    assert_eq!(Command::Hello.number(72), 0xc048_4b01);
+    // _IOWR('K', 1, 88 bytes), as the kernel's headers compute it.
+    assert_eq!(Command::Hello.number(88), 0xc058_4b01);
     for at in Command::ALL {
         assert_eq!(command(at.number(at.head_bytes())), Some(at));
         assert_eq!(command(at.number(IOCTL_BYTES_MAX)), Some(at));
@@ -46,7 +46,7 @@ fn what_is_no_command_of_ours_is_enotty() {
         ours & !(1 << 30), // to read only
         ours ^ 0x100,      // another type
         ours & !0xff,      // number 0
-        ours & !0xff | 12, // one too far
+        ours & !0xff | 17, // one too far
         ours & !0xff | 255,
         0x8004_6601, // FS_IOC_GETFLAGS
     ];
@@ -68,6 +68,9 @@ fn a_request_that_is_too_short_is_einval() {
         (Command::Classify, size_of::<Range>()),
         (Command::Release, size_of::<Range>()),
         (Command::Query, size_of::<Leased>()),
+        (Command::Prefetch, size_of::<Range>()),
+        (Command::Drain, size_of::<Range>()),
+        (Command::Failures, 1),
         (Command::Forget, size_of::<Slot>()),
     ] {
         let short = request(command, 0, 3, &vec![0; 3 * item - 1]);
@@ -124,6 +127,12 @@ fn reserved_fields_must_be_zero() {
         (Command::Release, 44..48),
         (Command::Attach, 44..48),
         (Command::Query, 44..48),
+        (Command::Prefetch, 29..32),
+        (Command::Prefetch, 54..56),
+        (Command::Drain, 20..24),
+        (Command::Cancel, 62..64),
+        (Command::Cancel, 68..72),
+        (Command::Ticket, 92..96),
     ] {
         for offset in reserved {
             assert_eq!(at(command, offset), Err(Errno::EINVAL), "{command:?} {offset}");
@@ -137,15 +146,25 @@ fn reserved_fields_must_be_zero() {
 
 #[test]
 fn windows_have_ranges_but_not_too_many() {
-    for command in [Command::Lookup, Command::Classify] {
+    for command in [Command::Lookup, Command::Classify, Command::Prefetch] {
         assert_eq!(decoded(command, &request(command, 0, 0, &[0; 64])), Err(Errno::EINVAL));
     }
     // Whatever room there is: a count that overflows is no more than one that is too large.
     for count in [RANGES_MAX + 1, u32::MAX] {
-        for command in [Command::Lookup, Command::Classify, Command::Release, Command::Query] {
+        for command in [
+            Command::Lookup,
+            Command::Classify,
+            Command::Release,
+            Command::Query,
+            Command::Prefetch,
+            Command::Drain,
+        ] {
             assert_eq!(decoded(command, &request(command, 0, count, &[0; 16_000])), Err(Errno::E2BIG));
         }
     }
+    assert!(decoded(Command::Drain, &request(Command::Drain, 0, 0, &[])).is_ok(), "everything");
+    let most = request(Command::Prefetch, PREFETCH_LEASE, RANGES_MAX, &[0; RANGES_MAX as usize * 32]);
+    assert!(most.len() <= IOCTL_BYTES_MAX);
     let most = request(Command::Classify, CLASSIFY_LEASE, RANGES_MAX, &[0; RANGES_MAX as usize * 32]);
     assert!(most.len() <= IOCTL_BYTES_MAX);
     assert!(

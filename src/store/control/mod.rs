@@ -140,6 +140,11 @@ impl Core {
             Request::Release(lease, ranges) => self.release_lease(id, session, *lease, ranges),
             Request::Attach(lease) => self.attach(id, session, *lease),
             Request::Query(lease, room) => self.query(id, session, *lease, *room),
+            Request::Prefetch(..)
+            | Request::Cancel(..)
+            | Request::Ticket(..)
+            | Request::Drain(..)
+            | Request::Failures(..) => Err(Errno::EOPNOTSUPP.into()),
         }
     }
 
@@ -161,6 +166,9 @@ impl Core {
             ttl_default_ms: millis(self.lease_ttl(0)),
             ttl_max_ms: millis(self.settings.lease_ttl_max),
             prefetch_window: 0,
+            prefetch_queue: 0,
+            prefetch_bytes_max: 0,
+            tickets_max: 0,
             reserved: 0,
         }
     }
