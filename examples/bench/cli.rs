@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 
-/// Measure the targets P1 to P5, P10 and P11 in pairs, on a temporary mount.
+/// Measure the targets P1 to P6, P10 and P11 in pairs, on a temporary mount.
 #[derive(Debug, Parser)]
 #[command(name = "bench", max_term_width = 110)]
 pub struct Cli {
@@ -79,6 +79,8 @@ pub enum What {
     P4,
     /// Sustained stores with their drain against fio on the same store file
     P5,
+    /// Open and close of a warm file against a trivial daemon, and what classifying and leasing costs
+    P6,
     /// Time to mount and memory of a full catalog
     P10,
     /// CPU time of the daemon while clients read warm files

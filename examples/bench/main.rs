@@ -1,4 +1,4 @@
-//! Measures kvcachefs against what it is to be compared with: tmpfs, and fio on the same store file.
+//! Measures kvcachefs against what it is to be compared with: tmpfs, fio on the same store file, and the least that a daemon can be.
 //!
 //! ```text
 //! cargo build --release && cargo run --release --example bench -- p1 p2 p3
@@ -9,18 +9,21 @@
 
 mod cli;
 mod cold;
+mod control;
 mod cpu;
 #[path = "../trace_replay/failure.rs"]
 mod failure;
 mod files;
 mod fio;
 mod interrupt;
+mod ioctl;
 mod map;
 mod mount;
 mod mounting;
 mod pairs;
 mod report;
 mod store;
+mod trivial;
 mod warm;
 
 use std::process::ExitCode;
@@ -35,6 +38,9 @@ use crate::report::Report;
 const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
+    if let Some(ended) = trivial::daemon() {
+        return ended;
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(answer) => {
@@ -69,6 +75,7 @@ fn run(cli: &Cli) -> Result<Report> {
             What::P3 => warm::random(cli, &mut report)?,
             What::P4 => cold::run(cli, &mut report)?,
             What::P5 => store::run(cli, &mut report)?,
+            What::P6 => control::run(cli, &mut report)?,
             What::P10 => mounting::run(cli, &mut report)?,
             What::P11 => cpu::run(cli, &mut report)?,
         }
