@@ -27,8 +27,6 @@ const VARIABLE: &str = "KVCACHEFS_BENCH_TRIVIAL";
 const FILES: u64 = 64;
 const BYTES: u64 = 1 << 20;
 const TTL: Duration = Duration::from_secs(3600);
-/// As many threads as ours has.
-const THREADS: usize = 4;
 
 struct Trivial {
     files: Vec<std::os::fd::OwnedFd>,
@@ -116,7 +114,8 @@ pub fn daemon() -> Option<ExitCode> {
     let served = (0..FILES).map(|_| file()).collect::<io::Result<Vec<_>>>().and_then(|files| {
         let backing = files.iter().map(|_| OnceLock::new()).collect();
         let mut config = Config::default();
-        config.n_threads = Some(THREADS);
+        // As many as ours has by default.
+        config.n_threads = Some(std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 8));
         config.clone_fd = true;
         fuser::mount(Trivial { files, backing }, &dir, &config)
     });
