@@ -246,7 +246,7 @@ def ctl_ioctl(fd, nr, data):
     return data
 def ctl_open():
     fd = os.open(".ctl/lease", os.O_RDWR)
-    ctl_ioctl(fd, 1, struct.pack("HHI", 1, 0, 0) + bytes(64))
+    ctl_ioctl(fd, 1, struct.pack("HHI", 1, 0, 0) + bytes(80))
     return fd
 def ctl_name(fd, name):
     name = name.encode() + b"\0"
