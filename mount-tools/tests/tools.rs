@@ -294,6 +294,23 @@ fn the_helper_refuses_what_it_does_not_know() {
     let (code, said) = run(&["-o", "rw,l1=64MiB,log_level=error,bogus=3"]);
     assert_eq!(code, Some(32), "{said}");
     assert!(said.lines().count() == 1 && said.contains("bogus: unknown option"), "{said}");
+    let nameless = |source: &str, options: &str| {
+        let mut helper = Command::new(HELPER);
+        let out = output(helper.arg(source).arg(place.mnt()).args(["-o", options]));
+        assert!(!place.is_mounted(), "{source} {options}");
+        (out.status.code(), String::from_utf8(out.stderr).unwrap())
+    };
+    for (source, options, parts) in [
+        ("", "l1=64MiB", ["the first field: is empty", "/nvme/kv.store:200GiB"]),
+        (":128MiB", "l1=64MiB", ["':128MiB': has a size and no path", "from the root"]),
+        ("kv.store:128MiB", "l1=64MiB", ["'kv.store:128MiB': is a relative path", "from the root"]),
+        ("kv", "l1=64MiB,l2=kv.store:128MiB", ["-o l2 'kv.store:128MiB': is a relative", "from the root"]),
+        ("kv", "l1=64MiB,l2", ["-o l2: names no store", "l2=/nvme/kv.store:200GiB"]),
+    ] {
+        let (code, said) = nameless(source, options);
+        assert_eq!(code, Some(1), "{source} {options}: {said}");
+        assert!(said.lines().count() == 1 && parts.iter().all(|part| said.contains(part)), "{said}");
+    }
     assert_eq!(run(&["-f", "-o", "rw,l1=64MiB"]), (Some(0), String::new()), "a fake mount");
     assert!(!place.is_mounted() && !place.0.path().join("store").exists());
     let (code, said) = run(&["-s", "-o", "rw,l1=64MiB,log_level=error,bogus=3"]);
