@@ -352,12 +352,19 @@ fn a_stale_mount_point_is_recognised_and_replaced() {
     let mut mount = Mount::new();
     fs::write(mount.at("f"), bytes(1, 1 << 20)).unwrap();
     mount.drain();
+    // Who stands in it, or has something of it open, keeps nobody from mounting there again.
+    let mut standing = Command::new("sleep").arg("600").current_dir(mount.path()).spawn().unwrap();
+    let open = fs::File::open(mount.at("f")).unwrap();
     mount.signal(nix::sys::signal::Signal::SIGKILL);
     mount.ended();
     let error = fs::read_dir(mount.path()).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN), "the mount is dead");
     assert_eq!(mounts_on(mount.path()), 1);
     mount.start();
+    assert_eq!(standing.try_wait().unwrap(), None, "it stands there");
+    standing.kill().unwrap();
+    standing.wait().unwrap();
+    drop(open);
     assert!(mount.log().contains("dead kvcachefs mount"), "{}", mount.log());
     assert_eq!(mounts_on(mount.path()), 1, "the dead mount is below the new one");
     if !memory_only() {
