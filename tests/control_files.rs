@@ -339,4 +339,6 @@ fn names_that_are_told_forge_nothing() {
     assert!(log.contains(&format!("evict {shown}\n")), "{log:?}");
     assert!(!log.lines().any(|line| line.starts_with("1.000")), "{log:?}");
     assert!(!log.contains(['\u{9b}', '\r', '\u{202e}']), "{log:?}");
+    // What we say is not lost in what fuser says of each request.
+    assert!(!log.contains(" fuser"), "{log}");
 }
