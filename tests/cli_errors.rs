@@ -139,6 +139,43 @@ fn a_start_that_is_refused_leaves_no_store_behind() {
     }
 }
 
+/// Whatever --format is to empty, is as it was after a start that is refused.
+#[test]
+fn a_start_that_is_refused_formats_nothing() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Place::new();
+    let l2 = format!("--l2={}:64MiB", place.at("store"));
+    place.mounts(&[&l2]);
+    let old = fs::read(place.at("store")).unwrap();
+    let unharmed = |said: &Outcome, parts: &[&str]| {
+        said.expect_refusal(parts);
+        assert!(fs::read(place.at("store")).unwrap() == old, "the store was emptied: {}", said.stderr);
+        assert_eq!(mounts_on(Path::new(&place.mnt())), 0, "mounted: {}", said.stderr);
+    };
+    let no_device = format!("--fuse-device={}", place.write("no-device", ""));
+    unharmed(&place.mount(&["--l1=64MiB", "--format", &l2, &no_device]), &["--fuse-device"]);
+    let other = format!("--l2={}:8MiB", place.at("other"));
+    unharmed(&place.mount(&["--l1=64MiB", "--format", &l2, &other]), &["too small"]);
+
+    std::os::unix::fs::chown(place.at("store"), Some(65534), Some(65534)).unwrap();
+    // The mount point is root's.
+    let format = ["--format", l2.as_str()];
+    unharmed(&as_nobody(&place, &format), &[&place.mnt(), "mount as root"]);
+    unharmed(&as_nobody(&place, &[&format[..], &["--read-path=passthrough"]].concat()), &["as root"]);
+    let pid_file = format!("--pid-file={}", place.at("pid"));
+    unharmed(&as_nobody(&place, &[&format[..], &[&pid_file]].concat()), &["--pid-file", "Permission denied"]);
+    let pid_file = format!("--pid-file={}", place.write("pid", ""));
+    fs::set_permissions(place.at("pid"), fs::Permissions::from_mode(0o644)).unwrap();
+    unharmed(&as_nobody(&place, &[&format[..], &[&pid_file]].concat()), &["--pid-file", "Permission denied"]);
+    // L1 that may not be locked, on a mount point that will do.
+    let mut limited = Command::new("prlimit");
+    limited.args(["--memlock=8192:8192", "setpriv", "--bounding-set=-ipc_lock,-sys_resource"]);
+    limited.args(["--inh-caps=-ipc_lock,-sys_resource", "--"]).arg(common::binary());
+    limited.args(["mount", "--l1=64MiB", "--log-level=error"]).args(format).arg(place.mnt());
+    unharmed(&run(&mut limited), &["--l1", "64MiB", "cannot be locked", "--lock=false"]);
+    place.mounts(&[&format!("--l2={}", place.at("store"))]);
+}
+
 /// What is named as a pid file or a log is written, or goes: nothing else may be lost for it.
 #[test]
 fn a_pid_file_or_log_that_is_something_else_stays_as_it_is() {
