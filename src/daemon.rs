@@ -125,7 +125,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let control = Arc::new(Control::new(
         daemon.store.clone(),
         events.clone(),
-        config.render(),
+        config.render(Some(daemon.files_max)),
         &mountpoint,
         wants_passthrough,
     ));
@@ -278,6 +278,8 @@ struct Daemon {
     made: Vec<Made>,
     /// What was found in L2.
     said: Option<String>,
+    /// How many files there may be.
+    files_max: u64,
 }
 
 impl Daemon {
@@ -334,6 +336,10 @@ impl Daemon {
             }
         }
         notes.extend(pool.without().map(str::to_owned));
+        let files_max = config
+            .l2_files_max
+            .unwrap_or(u64::MAX)
+            .min(volume.as_ref().map_or(u64::from(u32::MAX / 2), |volume| volume.files_max()));
         let settings = Settings {
             passthrough: false,
             memory_only: volume.is_none(),
@@ -346,10 +352,7 @@ impl Daemon {
             positions_max: positions_max(volume.as_ref().map_or(u64::MAX, |volume| volume.files_max())),
             // What the catalog was made for cannot grow.
             device_pages: volume.as_ref().map_or_else(Vec::new, |volume| volume.device_pages()),
-            files_max: config
-                .l2_files_max
-                .unwrap_or(u64::MAX)
-                .min(volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+            files_max,
             catalog_bytes_max: volume.as_ref().map_or(u64::MAX, |volume| volume.catalog_bytes_max()),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
@@ -387,7 +390,7 @@ impl Daemon {
         }
         let store = Store::new(core, pool, volume.clone(), events.clone());
         let read_only = config.read_only;
-        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made, said };
+        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made, said, files_max };
         daemon.start_threads()?;
         Ok(daemon)
     }

@@ -225,6 +225,15 @@ fn paths_of_a_store_that_are_mixed_up_are_named() {
     }
     std::os::unix::fs::symlink("/nowhere/store", place.at("link")).unwrap();
     place.refuses(&["--l1=64MiB", &l2("link", ":64MiB")], &["link", "symbolic link to what is not there"]);
+    let pid_file = place.at("pid");
+    let more = ["mount", "--daemon", "--log-level=error", "--l1=64MiB", "--pid-file", &pid_file];
+    run(kvcachefs(more).args([&one, &two, "--l2-files-max=100000000"]).arg(place.mnt())).expect_success();
+    let pid: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    let config = fs::read_to_string(place.at("mnt/.ctl/config")).unwrap();
+    run(&mut kvcachefs(["umount", &place.mnt()])).expect_success();
+    wait_until("the daemon ends", || !is_running(pid));
+    let line = config.lines().find(|line| line.starts_with("l2_files_max = ")).expect(&config);
+    assert!(line.contains(" # flag, which asked for 100000000") && !line.contains("= 100000000"), "{line}");
     let log = place.mounts(&[&one, &two, "--l2-files-max=100000000"]);
     assert!(log.contains("--l2-files-max 100000000: the store was made for"), "{log}");
 }
@@ -522,6 +531,8 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
         "fsname = \"env\" # env",
         "log_level = \"error\" # file",
         "drain_timeout = \"30s\" # default",
+        // Without L2 as many as there can be; what is in effect has a value.
+        "l2_files_max = 2147483647 # default",
     ] {
         assert!(config.lines().any(|known| known == line), "no '{line}' in\n{config}");
     }
