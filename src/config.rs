@@ -356,6 +356,23 @@ impl Config {
         self.l2.is_empty()
     }
 
+    /// What options have switched off or made less than it can be, as they are written: for status.
+    pub fn switched_off(&self) -> String {
+        let chosen = [
+            (self.read_only, "--read-only"),
+            (self.noexec, "--noexec"),
+            (!self.default_permissions, "--default-permissions=false"),
+            (self.read_path == ReadPath::Daemon, "--read-path=daemon"),
+            (self.l2_engine == L2Engine::Threads, "--l2-engine=threads"),
+            (self.evict == Evict::None, "--evict=none"),
+            (!self.lock, "--lock=false"),
+            (self.huge_pages == HugePages::Off, "--huge-pages=off"),
+            (self.lease_max.is_empty(), "--lease-max=0B"),
+            (!self.guard, "--guard=false"),
+        ];
+        chosen.into_iter().filter_map(|(is, name)| is.then_some(name)).collect::<Vec<_>>().join(" ")
+    }
+
     /// Who set `key`, named as in a TOML file.
     pub fn source(&self, key: &str) -> Source {
         self.sources.get(key).copied().unwrap_or(Source::Default)

@@ -126,6 +126,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
         daemon.store.clone(),
         events.clone(),
         config.render(Some(daemon.files_max)),
+        config.switched_off(),
         &mountpoint,
         wants_passthrough,
     ));

@@ -135,6 +135,15 @@ fn kvctl_mounts_shows_and_unmounts() {
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json[0]["mountpoint"], &json[0]["alive"]), (&shown.clone().into(), &true.into()));
     assert_eq!(json[0]["stats"]["files"], 1);
+    assert_eq!((&json[0]["health"], &json[0]["version"]), (&"ok".into(), &env!("CARGO_PKG_VERSION").into()));
+    assert!(json[0]["uptime_seconds"].as_u64().is_some_and(|up| up < 86_400), "{json}");
+    let devices = json[0]["devices"].as_array().unwrap();
+    let path = place.0.path().join("store").display().to_string();
+    assert_eq!((devices.len(), &devices[0]["path"]), (1, &path.into()), "{json}");
+    for number in ["capacity_bytes", "written_bytes"] {
+        assert!(devices[0][number].as_u64().is_some_and(|number| number > 0), "{number}: {json}");
+    }
+    assert!(succeeds(kvctl(&["metrics"]).arg(place.mnt())).contains("kvcachefs_healthy{mount="));
     let events = succeeds(kvctl(&["events"]).arg(place.mnt()));
     let (at, said) = events.split_once(' ').unwrap();
     assert!(said.starts_with("mounted at") && at.starts_with("20") && at.ends_with('Z'), "{events}");
@@ -207,7 +216,7 @@ fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
     refuses(kvctl(&["status"]).arg(place.mnt()), &[&shown, "its daemon is gone", "kvctl umount"]);
     let json = output(kvctl(&["status", "--json"]).arg(place.mnt()));
     let json: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
-    assert_eq!(json[0]["alive"], false);
+    assert_eq!((&json[0]["alive"], &json[0]["health"]), (&false.into(), &serde_json::Value::Null));
     succeeds(kvctl(&["umount"]).arg(place.mnt()));
     assert!(!place.is_mounted());
 }
