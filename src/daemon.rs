@@ -545,9 +545,10 @@ fn open_volume(
         },
     };
     let mut recovery = Recovery::new(uid, gid);
-    let started = Instant::now();
     let opened = Volume::open(&paths, &options, &mut recovery)?;
+    let tying = Instant::now();
     let recovered = recovery.finish();
+    let read_in = opened.read_in + tying.elapsed();
     opened.warnings.iter().for_each(|warning| log::warn!("{warning}"));
     let said = if opened.fresh {
         format!(
@@ -561,7 +562,7 @@ fn open_volume(
             counted(recovered.tree.files, "file"),
             Bytes(recovered.allocated_pages * 4096).approx(),
             Bytes(opened.volume.recovery_bytes()).approx(),
-            started.elapsed()
+            read_in
         )
     };
     Ok(Some(OpenedStore { volume: opened.volume, recovered, made: opened.made, said }))
