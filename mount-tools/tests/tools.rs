@@ -199,6 +199,33 @@ fn events_are_followed_until_the_unmount_which_they_do_not_hinder() {
     assert!(follow.wait().unwrap().success());
 }
 
+/// It began to repeat what it had printed, once the first events had been forgotten.
+#[test]
+fn what_comes_after_many_events_is_printed_once() {
+    let place = Place::new();
+    place.mount();
+    let said = || fs::read_to_string(place.mnt().join(".ctl/events")).unwrap();
+    let cause_event = |name: &str| {
+        let dir = place.mnt().join("d");
+        fs::create_dir(&dir).unwrap();
+        let file = File::create_new(dir.join(name)).unwrap();
+        fs::remove_dir(&dir).unwrap();
+        drop(file);
+        wait_until("the event", || said().contains(&format!("discarded d/{name}:")));
+    };
+    (0..1100).for_each(|at| cause_event(&format!("n{at}")));
+    let mut follow = kvctl(&["events", "--follow"]);
+    let mut follow = follow.arg(place.mnt()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(follow.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.contains("d/n1099:")), "the latest");
+    cause_event("late");
+    let next = lines.next().unwrap();
+    assert!(next.contains("d/late:"), "{next}");
+    follow.kill().unwrap();
+    follow.wait().unwrap();
+    wait_until("unmounted", || output(kvctl(&["umount"]).arg(place.mnt())).status.success());
+}
+
 #[test]
 fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
     let place = Place::new();

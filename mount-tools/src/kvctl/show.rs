@@ -84,7 +84,8 @@ pub fn events(mountpoint: Option<&Path>, follow: bool) -> Result<()> {
             Err(_) if follow && offset > 0 && gone(&dir) => return Ok(()),
             Err(error) => return Err(error),
         };
-        offset += text.len() as u64;
+        let Some((end, text)) = text.split_first_chunk() else { continue };
+        offset = u64::from_ne_bytes(*end);
         // What has been forgotten reads as blanks.
         let start = if text.starts_with(b" ") {
             text.iter().position(|byte| *byte == b'\n').map_or(text.len(), |at| at + 1)
@@ -110,12 +111,22 @@ fn dated(text: &str) -> String {
     text.split_inclusive('\n').map(|text| line(text).unwrap_or_else(|| text.to_owned())).collect()
 }
 
-fn from(file: &Path, offset: u64) -> io::Result<Vec<u8>> {
-    let mut file = File::open(file)?;
-    file.seek(SeekFrom::Start(offset))?;
-    let mut text = Vec::new();
-    file.read_to_end(&mut text)?;
-    Ok(text)
+/// Where the events end that follow here, in eight bytes, and those from `offset` on.
+///
+/// From the beginning what is left of it is read. So it is the size that says where the next begin, if nothing came while
+/// it was read.
+fn from(path: &Path, offset: u64) -> io::Result<Vec<u8>> {
+    loop {
+        let mut file = File::open(path)?;
+        let before = file.metadata()?.len();
+        file.seek(SeekFrom::Start(offset))?;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)?;
+        let end = if offset > 0 { offset + text.len() as u64 } else { file.metadata()?.len() };
+        if offset > 0 || end == before {
+            return Ok([&end.to_ne_bytes()[..], &text].concat());
+        }
+    }
 }
 
 /// Unmounted, or its daemon is no more: the end of what can be followed.
