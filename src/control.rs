@@ -303,7 +303,9 @@ impl Control {
             Bytes(s.pool.peak_total).approx()
         ));
         if s.memory_only {
-            line(format_args!("L2   none: what leaves L1 is gone"));
+            line(format_args!(
+                "L2   none: what leaves L1 is gone, nothing is durable, and fsync returns at once"
+            ));
         } else {
             line(format_args!(
                 "L2   {} of {} ({:.0} %)   dirty {} of {} (peak {})   queued {} files",
