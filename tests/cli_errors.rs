@@ -258,6 +258,16 @@ fn a_store_keeps_its_size_until_it_is_made_anew() {
         assert!(log.contains("--format emptied the store of ") && log.contains(" made 2"), "{log}");
         assert_eq!(len("kv"), other << 20);
     }
+    // Nor does one get longer for others that do not fit beside it.
+    let small = SmallDisk::new(&place, "96m");
+    let on_small = |name: &str, size: &str| l2(&format!("small/{name}"), size);
+    place.mounts(&[&on_small("kv", ":32MiB")]);
+    let before = fs::read(place.at("small/kv")).unwrap();
+    let both = [&on_small("kv", ":64MiB"), &on_small("other", ":48MiB"), "--format", "--l1=64MiB"];
+    place.refuses(&both, &["small/other", "more bytes", "ask for less"]);
+    assert!(fs::read(place.at("small/kv")).unwrap() == before, "{} bytes", len("small/kv"));
+    assert!(!Path::new(&place.at("small/other")).exists());
+    drop(small);
     // Where one of several is refused, none is cut.
     let file = fs::File::open(place.at("kv")).unwrap();
     file.try_lock().unwrap();
@@ -306,6 +316,25 @@ fn a_read_only_mount_makes_no_store() {
     fs::File::create(place.at("new")).unwrap().set_len(64 << 20).unwrap();
     place.refuses(&["--l1=64MiB", "--read-only", &l2], &["new", "there is no store", "read-only"]);
     assert!(fs::read(place.at("new")).unwrap().iter().all(|byte| *byte == 0));
+}
+
+/// A file system with little room, below the place.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn new(place: &Place, size: &str) -> Self {
+        let disk = Self(place.at("small").into());
+        fs::create_dir(&disk.0).unwrap();
+        run(Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={size}"), "none"]).arg(&disk.0))
+            .expect_success();
+        disk
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
 }
 
 struct LoopDevice(String);

@@ -188,7 +188,14 @@ impl Volume {
         };
         let (mut devices, mut made) = (Vec::new(), Vec::new());
         for claimed in claimed {
-            let mut device = claimed.ready(&options.device).map_err(|error| Error::new("", error))?;
+            let mut device = match claimed.ready(&options.device) {
+                Ok(device) => device,
+                Err(error) => {
+                    // What is refused must be as it was, and so must the paths before it.
+                    devices.iter().for_each(Device::give_back);
+                    return Err(Error::new("", error));
+                }
+            };
             made.extend(device.take_made());
             devices.push(match options.wrap {
                 Some(wrap) => device.wrap(wrap),
