@@ -19,7 +19,8 @@ use std::time::{Duration, Instant};
 use nix::fcntl::OFlag;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{
-    ForkResult, Pid, chdir, dup2_stderr, dup2_stdin, dup2_stdout, fork, getpid, pipe2, setsid,
+    AccessFlags, ForkResult, Pid, access, chdir, dup2_stderr, dup2_stdin, dup2_stdout, fork, getpid, pipe2,
+    setsid,
 };
 use sd_notify::NotifyState;
 
@@ -212,17 +213,23 @@ impl PidFile {
                 .remedy("name a file that can be written, and no symbolic link")
         };
         let pid = match Self::read(path) {
-            Ok(Content::Pid(pid)) => pid,
-            Ok(Content::Nothing) => return Ok(None),
+            Ok(Content::Pid(pid)) => {
+                access(path, AccessFlags::W_OK).map_err(|errno| unfit(errno.into()))?;
+                pid
+            }
+            Ok(Content::Nothing) => {
+                return access(path, AccessFlags::W_OK).map_err(|errno| unfit(errno.into())).map(|()| None);
+            }
             Ok(Content::Else) => {
                 return Err(Error::new(Self::shown(path), "it holds something else than a process number")
                     .remedy("name a file of its own: this one would be lost"));
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-                return parent
-                    .map_or(Ok(()), |parent| fs::metadata(parent).map(drop))
-                    .map_err(unfit)
+                let parent = parent.unwrap_or(Path::new("."));
+                // It is written when the mount works. That it cannot be is said before a store is made.
+                return access(parent, AccessFlags::W_OK | AccessFlags::X_OK)
+                    .map_err(|errno| unfit(errno.into()))
                     .map(|()| None);
             }
             Err(error) => return Err(unfit(error)),

@@ -356,6 +356,23 @@ impl Config {
         self.l2.is_empty()
     }
 
+    /// What options have switched off or made less than it can be, as they are written: for status.
+    pub fn switched_off(&self) -> String {
+        let chosen = [
+            (self.read_only, "--read-only"),
+            (self.noexec, "--noexec"),
+            (!self.default_permissions, "--default-permissions=false"),
+            (self.read_path == ReadPath::Daemon, "--read-path=daemon"),
+            (self.l2_engine == L2Engine::Threads, "--l2-engine=threads"),
+            (self.evict == Evict::None, "--evict=none"),
+            (!self.lock, "--lock=false"),
+            (self.huge_pages == HugePages::Off, "--huge-pages=off"),
+            (self.lease_max.is_empty(), "--lease-max=0B"),
+            (!self.guard, "--guard=false"),
+        ];
+        chosen.into_iter().filter_map(|(is, name)| is.then_some(name)).collect::<Vec<_>>().join(" ")
+    }
+
     /// Who set `key`, named as in a TOML file.
     pub fn source(&self, key: &str) -> Source {
         self.sources.get(key).copied().unwrap_or(Source::Default)
@@ -527,8 +544,9 @@ impl Config {
     }
 
     /// The effective configuration as TOML; a comment after every value says who set it. Feeding the
-    /// text back as `--config` gives the same mount.
-    pub fn render(&self) -> String {
+    /// text back as `--config` gives the same mount. Once the stores are open, `files_max` is how many files L2 keeps, of
+    /// which an option may have asked for more than they have room for.
+    pub fn render(&self, files_max: Option<u64>) -> String {
         let text = |value: &dyn Display| toml::Value::String(value.to_string()).to_string();
         let path = |path: &Path| text(&path.display());
         let period = |duration: Duration| text(&Period(duration));
@@ -541,7 +559,7 @@ impl Config {
             ("format", (!self.format).then(|| "false".to_owned())),
             ("l2_engine", Some(text(&self.l2_engine))),
             ("queue_depth", Some(self.queue_depth.to_string())),
-            ("l2_files_max", self.l2_files_max.map(|n| n.to_string())),
+            ("l2_files_max", files_max.or(self.l2_files_max).map(|n| n.to_string())),
             ("evict", Some(text(&self.evict))),
             ("allow_other", Some(self.allow_other.to_string())),
             ("read_only", Some(self.read_only.to_string())),
@@ -577,7 +595,15 @@ impl Config {
         for (key, value) in rows {
             // Writing to a string cannot fail.
             let _ = match value {
-                Some(value) => writeln!(out, "{key} = {value} # {}", self.source(key)),
+                Some(value) => {
+                    let asked =
+                        self.l2_files_max.filter(|asked| key == "l2_files_max" && files_max != Some(*asked));
+                    let asked = asked.filter(|_| files_max.is_some());
+                    let less = asked.map(|asked| {
+                        format!(", which asked for {asked}: more than the stores have room for")
+                    });
+                    writeln!(out, "{key} = {value} # {}{}", self.source(key), less.unwrap_or_default())
+                }
                 None if key == "format" => {
                     writeln!(out, "# format was given: this start has made the stores anew")
                 }

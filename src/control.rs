@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
+use crate::l2::EngineGauges;
 use crate::stats::Events;
 use crate::store::attr::{Attr, Entry};
 use crate::store::control::SessionId;
@@ -71,6 +72,8 @@ pub struct Control {
     store: Arc<Store>,
     events: Arc<Events>,
     config: String,
+    /// What options have switched off.
+    switched_off: String,
     /// What tells our metrics from another mount's, as a label.
     label: String,
     wants_passthrough: bool,
@@ -92,6 +95,7 @@ impl Control {
         store: Arc<Store>,
         events: Arc<Events>,
         config: String,
+        switched_off: String,
         mountpoint: &Path,
         wants_passthrough: bool,
     ) -> Self {
@@ -99,6 +103,7 @@ impl Control {
             store,
             events,
             config,
+            switched_off,
             label: label("mount", &mountpoint.to_string_lossy()),
             wants_passthrough,
             kernel_passthrough: AtomicBool::new(false),
@@ -274,17 +279,7 @@ impl Control {
         };
         let percent =
             |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 };
-        let health = if s.poisoned {
-            "FAILED: the device refused a commit; what is published now is not stored, see .ctl/events"
-        } else if c.lost_files > 0 {
-            "DEGRADED: some files were lost to device errors, see .ctl/events"
-        } else if c.bad_blocks > 0 {
-            "DEGRADED: blocks of some files cannot be read, see .ctl/events"
-        } else if c.store_failures > 0 || c.crc_errors > 0 || c.read_errors > 0 {
-            "DEGRADED: a device has failed reads or writes, see .ctl/events"
-        } else {
-            "ok"
-        };
+        let health = complaint(&s).unwrap_or("ok");
         let up = self.started.elapsed().as_secs();
         line(format_args!(
             "kvcachefs {}   pid {}   up {}h{:02}m{:02}s   health {health}",
@@ -308,7 +303,9 @@ impl Control {
             Bytes(s.pool.peak_total).approx()
         ));
         if s.memory_only {
-            line(format_args!("L2   none: what leaves L1 is gone"));
+            line(format_args!(
+                "L2   none: what leaves L1 is gone, nothing is durable, and fsync returns at once"
+            ));
         } else {
             line(format_args!(
                 "L2   {} of {} ({:.0} %)   dirty {} of {} (peak {})   queued {} files",
@@ -377,6 +374,9 @@ impl Control {
         if guard != 0 {
             line(format_args!("guard: process {guard} cuts the mount off if this one dies"));
         }
+        if !self.switched_off.is_empty() {
+            line(format_args!("by options: {}", self.switched_off));
+        }
         for without in self.without.lock().iter() {
             line(format_args!("without: {without}"));
         }
@@ -387,7 +387,7 @@ impl Control {
         let s = self.store.snapshot();
         // The process is not a measurement, so `metrics` does without it.
         let mut out = format!("pid {}\n", std::process::id());
-        for metric in metrics(&s) {
+        for metric in self.numbers(&s) {
             let _ = writeln!(out, "{} {}", metric.key, metric.value);
         }
         out
@@ -396,15 +396,89 @@ impl Control {
     fn metrics(&self) -> String {
         let s = self.store.snapshot();
         let mut out = String::new();
-        for metric in metrics(&s) {
-            let (kind, suffix) = if metric.counter { ("counter", "_total") } else { ("gauge", "") };
-            let name = format!("kvcachefs_{}{suffix}", metric.key);
-            let _ = writeln!(out, "# HELP {name} {}\n# TYPE {name} {kind}", metric.help);
-            let _ = writeln!(out, "{name}{{{}}} {}", self.label, metric.value);
+        let mut family = |key: &str, help: &str, counter: bool, samples: &[(String, u64)]| {
+            let (kind, suffix) = if counter { ("counter", "_total") } else { ("gauge", "") };
+            let name = format!("kvcachefs_{key}{suffix}");
+            let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+            for (labels, value) in samples {
+                let _ = writeln!(out, "{name}{{{}{labels}}} {value}", self.label);
+            }
+        };
+        let version = format!(",{}", label("version", env!("CARGO_PKG_VERSION")));
+        family(
+            "build_info",
+            "Always 1; the label says which version serves the mount.",
+            false,
+            &[(version, 1)],
+        );
+        for metric in self.numbers(&s) {
+            family(metric.key, metric.help, metric.counter, &[(String::new(), metric.value)]);
+        }
+        for (key, help, counter, of) in DEVICE_METRICS {
+            let values =
+                s.devices.iter().zip(&s.device_room).map(|((path, _, gauges), room)| {
+                    (format!(",{}", label("device", path)), of(gauges, *room))
+                });
+            let samples: Vec<_> = values.collect();
+            if !samples.is_empty() {
+                family(key, help, counter, &samples);
+            }
         }
         out
     }
+
+    /// What `stats` and `metrics` both tell.
+    fn numbers(&self, s: &Snapshot) -> Vec<Metric> {
+        let gauge = |key, value, help| Metric { key, help, counter: false, value };
+        let mut all = vec![
+            gauge(
+                "healthy",
+                u64::from(complaint(s).is_none()),
+                "1 if all is well; 0 once a device or the store has failed, which status and events explain.",
+            ),
+            gauge(
+                "start_time_seconds",
+                self.born.max(0).unsigned_abs() / 1_000_000_000,
+                "When the daemon was started, in seconds since 1970.",
+            ),
+        ];
+        all.extend(metrics(s));
+        all
+    }
 }
+
+/// What is wrong with the store or its devices.
+fn complaint(s: &Snapshot) -> Option<&'static str> {
+    let c = &s.counters;
+    if s.poisoned {
+        Some("FAILED: the device refused a commit; what is published now is not stored, see .ctl/events")
+    } else if c.lost_files > 0 {
+        Some("DEGRADED: some files were lost to device errors, see .ctl/events")
+    } else if c.bad_blocks > 0 {
+        Some("DEGRADED: blocks of some files cannot be read, see .ctl/events")
+    } else if c.store_failures > 0 || c.crc_errors > 0 || c.read_errors > 0 {
+        Some("DEGRADED: a device has failed reads or writes, see .ctl/events")
+    } else {
+        None
+    }
+}
+
+/// A device's number, of what its engine does, and its room and how much of that is taken.
+type OfDevice = fn(&EngineGauges, (u64, u64)) -> u64;
+
+/// What is told of each device: key, help, whether it is a counter, and where it is.
+const DEVICE_METRICS: [(&str, &str, bool, OfDevice); 6] = [
+    ("device_capacity_bytes", "Room for files on the device.", false, |_, (capacity, _)| capacity),
+    ("device_used_bytes", "Room on it that files take or have reserved.", false, |_, (_, used)| used),
+    ("device_transfers_in_flight", "Transfers that it is working on.", false, |gauges, _| {
+        gauges.outstanding()
+    }),
+    ("device_read_bytes", "Bytes read from it.", true, |gauges, _| gauges.read_bytes),
+    ("device_written_bytes", "Bytes written to it, the catalog included.", true, |gauges, _| {
+        gauges.written_bytes
+    }),
+    ("device_failed_transfers", "Transfers that it has failed.", true, |gauges, _| gauges.failed()),
+];
 
 /// As Prometheus reads it.
 fn label(name: &str, value: &str) -> String {
@@ -424,7 +498,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
     let c = &s.counters;
     let gauge = |key, value, help| Metric { key, help, counter: false, value };
     let counter = |key, value, help| Metric { key, help, counter: true, value };
-    let engines = |f: fn(&crate::l2::EngineGauges) -> u64| s.devices.iter().map(|(_, _, g)| f(g)).sum();
+    let engines = |f: fn(&EngineGauges) -> u64| s.devices.iter().map(|(_, _, g)| f(g)).sum();
     vec![
         gauge("files", s.files, "Visible files and links."),
         gauge("directories", s.directories, "Directories."),

@@ -1,7 +1,7 @@
 //! The daemon: joins the parts, starts them in order and stops them in reverse.
 
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::l2::volume::{Volume, VolumeOptions, Wrap};
 use crate::l2::{DeviceOptions, EngineKind, EngineOptions, Made};
 use crate::memory::{Region, RegionId};
 use crate::mount;
-use crate::signals::{self, Stop};
+use crate::signals::{self, Stop, Watch};
 use crate::stats::Events;
 use crate::store::core::{Core, Settings};
 use crate::store::recover::{Recovered, Recovery, SUPERSEDED, positions_max};
@@ -83,15 +83,20 @@ impl Heard {
     }
 }
 
-/// Registers L1's memory with the devices' engines.
-struct FixedBuffers(Arc<Volume>);
+/// Registers L1's memory with the devices' engines. L1 is there before they are, and has no memory yet.
+#[derive(Default)]
+struct FixedBuffers(OnceLock<Arc<Volume>>);
 
 impl RegionWatcher for FixedBuffers {
     fn created(&self, region: Region) {
-        self.0.register(region);
+        if let Some(volume) = self.0.get() {
+            volume.register(region);
+        }
     }
     fn destroyed(&self, id: RegionId) {
-        self.0.unregister(id);
+        if let Some(volume) = self.0.get() {
+            volume.unregister(id);
+        }
     }
 }
 
@@ -103,27 +108,45 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     let request = mount::Request::from(&config);
     let mountpoint = mount::prepare(&request)?;
     let events = Arc::new(Events::default());
-    let mut daemon = Daemon::start(&config, &events, ready)?;
+    let (sender, messages) = channel();
+    // What --format empties is lost, so it is emptied for a mount that is there. Otherwise the store comes first: reading
+    // its catalog takes a while, and clients would wait for it.
+    let early = config.format.then(|| mount_watched(&config, &request, &sender)).transpose()?;
+    let mut daemon = match Daemon::start(&config, &events, ready) {
+        Ok(daemon) => daemon,
+        Err(error) => {
+            if let Some((_, mounted)) = early {
+                let _ = mount::leave(&mounted.mountpoint, &mounted.number);
+            }
+            return Err(error);
+        }
+    };
     let wants_passthrough = config.read_path != ReadPath::Daemon;
     let control = Arc::new(Control::new(
         daemon.store.clone(),
         events.clone(),
-        config.render(),
+        config.render(Some(daemon.files_max)),
+        config.switched_off(),
         &mountpoint,
         wants_passthrough,
     ));
     daemon.notes.iter().for_each(|note| control.without(note.clone()));
 
-    let (sender, messages) = channel();
-    // Before there is a mount: a signal that came just after it would leave it behind, dead.
-    let watched = signals::watch(sender.clone());
-    let marked = watched.and_then(|watch| daemon.mark_in_use().map(|()| watch));
-    let (_watch, mounted) = match marked.and_then(|watch| Ok((watch, mount::mount(&request)?))) {
-        Ok(both) => both,
-        Err(error) => {
+    let marked = daemon.mark_in_use();
+    let (_watch, mounted) = match (early, marked) {
+        (Some(early), Ok(())) => early,
+        (Some((_, mounted)), Err(error)) => {
+            let _ = mount::leave(&mounted.mountpoint, &mounted.number);
             daemon.stop();
             return Err(error);
         }
+        (None, marked) => match marked.and_then(|()| mount_watched(&config, &request, &sender)) {
+            Ok(both) => both,
+            Err(error) => {
+                daemon.stop();
+                return Err(error);
+            }
+        },
     };
     let guard = config.guard.then(|| guard_over(&mounted, !config.daemon, &control)).flatten();
     let served =
@@ -140,8 +163,7 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
         let _ = mount::leave(&mounted.mountpoint, &mounted.number);
         let _ = served.join();
         daemon.stop();
-        return Err(Error::new("--read-path passthrough", "the kernel offers none")
-            .remedy("use --read-path auto, or run as root on Linux 6.9 or later"));
+        return Err(no_passthrough());
     }
     let waiter = std::thread::Builder::new()
         .name("kv-session".into())
@@ -209,6 +231,27 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     stored.and(served.map_err(|error| Error::caused_by("serving the mount", error)))
 }
 
+/// Mounts. Signals are watched for before that: one that came just after it would leave the mount behind, dead.
+fn mount_watched(
+    config: &Config,
+    request: &mount::Request,
+    sender: &Sender<Message>,
+) -> Result<(Watch, mount::Mounted)> {
+    let watch = signals::watch(sender.clone())?;
+    let mounted = mount::mount(request)?;
+    // Of the rest only the kernel can say whether it offers it, when it is served.
+    if config.read_path == ReadPath::Passthrough && mounted.through == mount::Through::Helper {
+        let _ = mount::leave(&mounted.mountpoint, &mounted.number);
+        return Err(no_passthrough());
+    }
+    Ok((watch, mounted))
+}
+
+fn no_passthrough() -> Error {
+    Error::new("--read-path passthrough", "the kernel offers none")
+        .remedy("use --read-path auto, or run as root on Linux 6.9 or later")
+}
+
 /// Has somebody watch over the mount. This is the main thread: what it has started hears of its end.
 fn guard_over(mounted: &mount::Mounted, speaks: bool, control: &Control) -> Option<Guard> {
     match Guard::start(&mounted.mountpoint, &mounted.number, speaks) {
@@ -236,6 +279,8 @@ struct Daemon {
     made: Vec<Made>,
     /// What was found in L2.
     said: Option<String>,
+    /// How many files there may be.
+    files_max: u64,
 }
 
 impl Daemon {
@@ -247,31 +292,9 @@ impl Daemon {
         let mut notes = Vec::new();
         let slab_bytes_max = config.slab_file_max.0.max(2 << 20).next_multiple_of(4096);
         raise_file_size(config, slab_bytes_max)?;
-        let uid = nix::unistd::geteuid().as_raw();
-        let gid = nix::unistd::getegid().as_raw();
-        let (volume, recovered, made, said) = match open_volume(config, uid, gid, ready, wrap)? {
-            Some(OpenedStore { volume, recovered, made, said }) => {
-                (Some(Arc::new(volume)), recovered, made, Some(said))
-            }
-            None => {
-                notes.push("L2: memory only, what leaves L1 is gone".to_owned());
-                (None, Recovery::new(uid, gid).finish(), Vec::new(), None)
-            }
-        };
-        if let Some(volume) = &volume {
-            notes.extend(volume.notes());
-            if let Some(asked) = config.l2_files_max.filter(|asked| *asked > volume.files_max()) {
-                let note = format!(
-                    "--l2-files-max {asked}: the store was made for {} files; more take a new one, made with --format, \
-                     which loses what is in it",
-                    volume.files_max()
-                );
-                log::warn!("{note}");
-                notes.push(note);
-            }
-        }
+        // Before the stores: a store is neither made nor emptied for an L1 that cannot be had.
         let slabs_max = raise_limits(&mut notes);
-        let watcher = volume.clone().map(|volume| Arc::new(FixedBuffers(volume)) as Arc<dyn RegionWatcher>);
+        let buffers = (!config.is_memory_only()).then(|| Arc::new(FixedBuffers::default()));
         let reserve = config.chunk_reserve.map_or_else(|| (config.l1.0 / 16).max(8 << 20), |bytes| bytes.0);
         let pool = Pool::new(
             PoolConfig {
@@ -284,10 +307,40 @@ impl Daemon {
                 slab_bytes_max,
                 slabs_max,
             },
-            watcher,
+            buffers.clone().map(|buffers| buffers as Arc<dyn RegionWatcher>),
         )
         .map_err(|error| Error::new("--l1", error))?;
+        let uid = nix::unistd::geteuid().as_raw();
+        let gid = nix::unistd::getegid().as_raw();
+        let (volume, recovered, made, said) = match open_volume(config, uid, gid, ready, wrap)? {
+            Some(OpenedStore { volume, recovered, made, said }) => {
+                (Some(Arc::new(volume)), recovered, made, Some(said))
+            }
+            None => {
+                notes.push("L2: memory only, what leaves L1 is gone".to_owned());
+                (None, Recovery::new(uid, gid).finish(), Vec::new(), None)
+            }
+        };
+        if let Some(volume) = &volume {
+            if let Some(buffers) = &buffers {
+                let _ = buffers.0.set(volume.clone());
+            }
+            notes.extend(volume.notes());
+            if let Some(asked) = config.l2_files_max.filter(|asked| *asked > volume.files_max()) {
+                let note = format!(
+                    "--l2-files-max {asked}: the store was made for {} files; more take a new one, made with --format, \
+                     which loses what is in it",
+                    volume.files_max()
+                );
+                log::warn!("{note}");
+                notes.push(note);
+            }
+        }
         notes.extend(pool.without().map(str::to_owned));
+        let files_max = config
+            .l2_files_max
+            .unwrap_or(u64::MAX)
+            .min(volume.as_ref().map_or(u64::from(u32::MAX / 2), |volume| volume.files_max()));
         let settings = Settings {
             passthrough: false,
             memory_only: volume.is_none(),
@@ -300,10 +353,7 @@ impl Daemon {
             positions_max: positions_max(volume.as_ref().map_or(u64::MAX, |volume| volume.files_max())),
             // What the catalog was made for cannot grow.
             device_pages: volume.as_ref().map_or_else(Vec::new, |volume| volume.device_pages()),
-            files_max: config
-                .l2_files_max
-                .unwrap_or(u64::MAX)
-                .min(volume.as_ref().map_or(u64::from(u32::MAX / 2), |v| v.files_max())),
+            files_max,
             catalog_bytes_max: volume.as_ref().map_or(u64::MAX, |volume| volume.catalog_bytes_max()),
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
@@ -341,7 +391,7 @@ impl Daemon {
         }
         let store = Store::new(core, pool, volume.clone(), events.clone());
         let read_only = config.read_only;
-        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made, said };
+        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made, said, files_max };
         daemon.start_threads()?;
         Ok(daemon)
     }
@@ -495,9 +545,10 @@ fn open_volume(
         },
     };
     let mut recovery = Recovery::new(uid, gid);
-    let started = Instant::now();
     let opened = Volume::open(&paths, &options, &mut recovery)?;
+    let tying = Instant::now();
     let recovered = recovery.finish();
+    let read_in = opened.read_in + tying.elapsed();
     opened.warnings.iter().for_each(|warning| log::warn!("{warning}"));
     let said = if opened.fresh {
         format!(
@@ -511,7 +562,7 @@ fn open_volume(
             counted(recovered.tree.files, "file"),
             Bytes(recovered.allocated_pages * 4096).approx(),
             Bytes(opened.volume.recovery_bytes()).approx(),
-            started.elapsed()
+            read_in
         )
     };
     Ok(Some(OpenedStore { volume: opened.volume, recovered, made: opened.made, said }))

@@ -18,9 +18,7 @@ use crate::l2::MAGIC;
 /// The log file cannot be opened.
 pub fn init(config: &Config) -> Result<()> {
     let mut builder = Builder::new();
-    builder.filter_level(config.log_level);
-    // It calls it an error when whoever asked has gone away meanwhile.
-    builder.filter_module("fuser::reply", LevelFilter::Off);
+    filters(&mut builder, config.log_level, &std::env::var("RUST_LOG").unwrap_or_default());
     if let Some(path) = &config.log_file {
         if fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device()) {
             return Err(Error::new(format!("--log-file {}", path.display()), "is a block device")
@@ -47,6 +45,20 @@ pub fn init(config: &Config) -> Result<()> {
     Ok(())
 }
 
+/// `level` is ours: other crates say what is wrong, and the rest only where `RUST_LOG` names them (`fuser=debug`), since
+/// fuser tells of every request. A bare level there is meant for some other program.
+fn filters(builder: &mut Builder, level: LevelFilter, named: &str) {
+    builder.filter_level(level.min(LevelFilter::Warn)).filter_module("kvcachefs", level);
+    // It calls it an error when whoever asked has gone away meanwhile.
+    builder.filter_module("fuser::reply", LevelFilter::Off);
+    for (module, level) in named.split(',').filter_map(|word| word.split_once('=')) {
+        match level.trim().parse() {
+            Ok(level) => _ = builder.filter_module(module.trim(), level),
+            Err(_) => eprintln!("kvcachefs: RUST_LOG: '{level}' is no log level; ignored"),
+        }
+    }
+}
+
 fn is_store(path: &Path) -> bool {
     let mut start = [0; MAGIC.len()];
     // A pipe or a terminal has nothing to read, and must not hold us up.
@@ -71,5 +83,30 @@ const fn priority(level: Level) -> u8 {
         Level::Warn => 4,
         Level::Info => 6,
         Level::Debug | Level::Trace => 7,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use log::{Log, Metadata};
+
+    fn says(level: LevelFilter, named: &str, module: &str, of: Level) -> bool {
+        let mut builder = Builder::new();
+        filters(&mut builder, level, named);
+        builder.build().enabled(&Metadata::builder().target(module).level(of).build())
+    }
+
+    #[test]
+    fn other_crates_speak_when_they_are_named() {
+        let (debug, session) = (LevelFilter::Debug, "fuser::session");
+        assert!(says(debug, "", "kvcachefs::store::space", Level::Debug));
+        assert!(says(debug, "", session, Level::Warn) && !says(debug, "", session, Level::Info));
+        assert!(!says(LevelFilter::Off, "", session, Level::Error));
+        assert!(!says(debug, "", "fuser::reply", Level::Error));
+        assert!(says(debug, "fuser=debug", session, Level::Debug));
+        assert!(says(LevelFilter::Info, "x=off, fuser=trace", session, Level::Trace));
+        assert!(!says(debug, "trace", session, Level::Debug), "it is some other program's");
+        assert!(!says(LevelFilter::Info, "trace", "kvcachefs::daemon", Level::Debug));
     }
 }

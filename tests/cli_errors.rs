@@ -139,6 +139,43 @@ fn a_start_that_is_refused_leaves_no_store_behind() {
     }
 }
 
+/// Whatever --format is to empty, is as it was after a start that is refused.
+#[test]
+fn a_start_that_is_refused_formats_nothing() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Place::new();
+    let l2 = format!("--l2={}:64MiB", place.at("store"));
+    place.mounts(&[&l2]);
+    let old = fs::read(place.at("store")).unwrap();
+    let unharmed = |said: &Outcome, parts: &[&str]| {
+        said.expect_refusal(parts);
+        assert!(fs::read(place.at("store")).unwrap() == old, "the store was emptied: {}", said.stderr);
+        assert_eq!(mounts_on(Path::new(&place.mnt())), 0, "mounted: {}", said.stderr);
+    };
+    let no_device = format!("--fuse-device={}", place.write("no-device", ""));
+    unharmed(&place.mount(&["--l1=64MiB", "--format", &l2, &no_device]), &["--fuse-device"]);
+    let other = format!("--l2={}:8MiB", place.at("other"));
+    unharmed(&place.mount(&["--l1=64MiB", "--format", &l2, &other]), &["too small"]);
+
+    std::os::unix::fs::chown(place.at("store"), Some(65534), Some(65534)).unwrap();
+    // The mount point is root's.
+    let format = ["--format", l2.as_str()];
+    unharmed(&as_nobody(&place, &format), &[&place.mnt(), "mount as root"]);
+    unharmed(&as_nobody(&place, &[&format[..], &["--read-path=passthrough"]].concat()), &["as root"]);
+    let pid_file = format!("--pid-file={}", place.at("pid"));
+    unharmed(&as_nobody(&place, &[&format[..], &[&pid_file]].concat()), &["--pid-file", "Permission denied"]);
+    let pid_file = format!("--pid-file={}", place.write("pid", ""));
+    fs::set_permissions(place.at("pid"), fs::Permissions::from_mode(0o644)).unwrap();
+    unharmed(&as_nobody(&place, &[&format[..], &[&pid_file]].concat()), &["--pid-file", "Permission denied"]);
+    // L1 that may not be locked, on a mount point that will do.
+    let mut limited = Command::new("prlimit");
+    limited.args(["--memlock=8192:8192", "setpriv", "--bounding-set=-ipc_lock,-sys_resource"]);
+    limited.args(["--inh-caps=-ipc_lock,-sys_resource", "--"]).arg(common::binary());
+    limited.args(["mount", "--l1=64MiB", "--log-level=error"]).args(format).arg(place.mnt());
+    unharmed(&run(&mut limited), &["--l1", "64MiB", "cannot be locked", "--lock=false"]);
+    place.mounts(&[&format!("--l2={}", place.at("store"))]);
+}
+
 /// What is named as a pid file or a log is written, or goes: nothing else may be lost for it.
 #[test]
 fn a_pid_file_or_log_that_is_something_else_stays_as_it_is() {
@@ -188,6 +225,15 @@ fn paths_of_a_store_that_are_mixed_up_are_named() {
     }
     std::os::unix::fs::symlink("/nowhere/store", place.at("link")).unwrap();
     place.refuses(&["--l1=64MiB", &l2("link", ":64MiB")], &["link", "symbolic link to what is not there"]);
+    let pid_file = place.at("pid");
+    let more = ["mount", "--daemon", "--log-level=error", "--l1=64MiB", "--pid-file", &pid_file];
+    run(kvcachefs(more).args([&one, &two, "--l2-files-max=100000000"]).arg(place.mnt())).expect_success();
+    let pid: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    let config = fs::read_to_string(place.at("mnt/.ctl/config")).unwrap();
+    run(&mut kvcachefs(["umount", &place.mnt()])).expect_success();
+    wait_until("the daemon ends", || !is_running(pid));
+    let line = config.lines().find(|line| line.starts_with("l2_files_max = ")).expect(&config);
+    assert!(line.contains(" # flag, which asked for 100000000") && !line.contains("= 100000000"), "{line}");
     let log = place.mounts(&[&one, &two, "--l2-files-max=100000000"]);
     assert!(log.contains("--l2-files-max 100000000: the store was made for"), "{log}");
 }
@@ -212,6 +258,16 @@ fn a_store_keeps_its_size_until_it_is_made_anew() {
         assert!(log.contains("--format emptied the store of ") && log.contains(" made 2"), "{log}");
         assert_eq!(len("kv"), other << 20);
     }
+    // Nor does one get longer for others that do not fit beside it.
+    let small = SmallDisk::new(&place, "96m");
+    let on_small = |name: &str, size: &str| l2(&format!("small/{name}"), size);
+    place.mounts(&[&on_small("kv", ":32MiB")]);
+    let before = fs::read(place.at("small/kv")).unwrap();
+    let both = [&on_small("kv", ":64MiB"), &on_small("other", ":48MiB"), "--format", "--l1=64MiB"];
+    place.refuses(&both, &["small/other", "more bytes", "ask for less"]);
+    assert!(fs::read(place.at("small/kv")).unwrap() == before, "{} bytes", len("small/kv"));
+    assert!(!Path::new(&place.at("small/other")).exists());
+    drop(small);
     // Where one of several is refused, none is cut.
     let file = fs::File::open(place.at("kv")).unwrap();
     file.try_lock().unwrap();
@@ -260,6 +316,25 @@ fn a_read_only_mount_makes_no_store() {
     fs::File::create(place.at("new")).unwrap().set_len(64 << 20).unwrap();
     place.refuses(&["--l1=64MiB", "--read-only", &l2], &["new", "there is no store", "read-only"]);
     assert!(fs::read(place.at("new")).unwrap().iter().all(|byte| *byte == 0));
+}
+
+/// A file system with little room, below the place.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn new(place: &Place, size: &str) -> Self {
+        let disk = Self(place.at("small").into());
+        fs::create_dir(&disk.0).unwrap();
+        run(Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={size}"), "none"]).arg(&disk.0))
+            .expect_success();
+        disk
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
 }
 
 struct LoopDevice(String);
@@ -352,12 +427,19 @@ fn a_stale_mount_point_is_recognised_and_replaced() {
     let mut mount = Mount::new();
     fs::write(mount.at("f"), bytes(1, 1 << 20)).unwrap();
     mount.drain();
+    // Who stands in it, or has something of it open, keeps nobody from mounting there again.
+    let mut standing = Command::new("sleep").arg("600").current_dir(mount.path()).spawn().unwrap();
+    let open = fs::File::open(mount.at("f")).unwrap();
     mount.signal(nix::sys::signal::Signal::SIGKILL);
     mount.ended();
     let error = fs::read_dir(mount.path()).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN), "the mount is dead");
     assert_eq!(mounts_on(mount.path()), 1);
     mount.start();
+    assert_eq!(standing.try_wait().unwrap(), None, "it stands there");
+    standing.kill().unwrap();
+    standing.wait().unwrap();
+    drop(open);
     assert!(mount.log().contains("dead kvcachefs mount"), "{}", mount.log());
     assert_eq!(mounts_on(mount.path()), 1, "the dead mount is below the new one");
     if !memory_only() {
@@ -478,6 +560,8 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
         "fsname = \"env\" # env",
         "log_level = \"error\" # file",
         "drain_timeout = \"30s\" # default",
+        // Without L2 as many as there can be; what is in effect has a value.
+        "l2_files_max = 2147483647 # default",
     ] {
         assert!(config.lines().any(|known| known == line), "no '{line}' in\n{config}");
     }

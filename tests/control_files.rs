@@ -102,6 +102,9 @@ fn stats_and_metrics_agree() {
     let mut help = HashSet::new();
     let mut kinds: HashMap<String, String> = HashMap::new();
     let mut values: HashMap<String, f64> = HashMap::new();
+    // By name, those that tell something of each device.
+    let mut of_devices: HashMap<String, HashMap<String, f64>> = HashMap::new();
+    let mut versions = Vec::new();
     for line in text.lines() {
         if let Some(rest) = line.strip_prefix("# HELP ") {
             let (name, what) = rest.split_once(' ').unwrap();
@@ -114,7 +117,9 @@ fn stats_and_metrics_agree() {
             assert!(kinds.insert(name.to_owned(), kind.to_owned()).is_none(), "TYPE twice: {line}");
         } else {
             let (name, value) = line.rsplit_once(' ').unwrap();
-            let name = name.strip_suffix(&label).unwrap_or_else(|| panic!("without its mount: {line}"));
+            let (name, labels) = name.split_at(name.find('{').unwrap());
+            let more = labels.strip_prefix(label.trim_end_matches('}'));
+            let more = more.unwrap_or_else(|| panic!("without its mount: {line}")).trim_end_matches('}');
             let legal = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
             assert!(name.starts_with("kvcachefs_") && name.chars().all(legal), "{line}");
             let kind = kinds.get(name).unwrap_or_else(|| panic!("no TYPE before {line}"));
@@ -123,10 +128,43 @@ fn stats_and_metrics_agree() {
             for small in ["_kb", "_mb", "_kib", "_mib", "_ms", "_us", "_ns", "_pages", "_percent"] {
                 assert!(!unit.ends_with(small), "base units only: {line}");
             }
-            assert!(values.insert(name.to_owned(), value.parse().unwrap()).is_none(), "twice: {line}");
+            let value = value.parse().unwrap();
+            if let Some(device) = more.strip_prefix(",device=") {
+                let of_device = of_devices.entry(name.to_owned()).or_default();
+                assert!(of_device.insert(device.to_owned(), value).is_none(), "twice: {line}");
+            } else if let Some(version) = more.strip_prefix(",version=") {
+                versions.push((name.to_owned(), version.to_owned(), value));
+            } else {
+                assert_eq!(more, "", "{line}");
+                assert!(values.insert(name.to_owned(), value).is_none(), "twice: {line}");
+            }
         }
     }
-    assert_eq!((help.len(), kinds.len()), (values.len(), values.len()));
+    let version = format!("{:?}", env!("CARGO_PKG_VERSION"));
+    assert_eq!(versions, [("kvcachefs_build_info".to_owned(), version, 1.0)]);
+    let all = values.len() + of_devices.len() + versions.len();
+    assert_eq!((help.len(), kinds.len()), (all, all));
+    assert_eq!(values["kvcachefs_healthy"], 1.0);
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs_f64();
+    let started = values["kvcachefs_start_time_seconds"];
+    assert!(started > now - 86_400.0 && started <= now, "{started} of {now}");
+    // What is told of each device adds up to what is told of all.
+    let count = if memory_only() {
+        0
+    } else if striped() {
+        3
+    } else {
+        1
+    };
+    assert!(of_devices.values().all(|of_device| of_device.len() == count), "{of_devices:?}");
+    assert_eq!(of_devices.is_empty(), memory_only());
+    for (each, all) in
+        [("device_capacity_bytes", "l2_capacity_bytes"), ("device_used_bytes", "l2_used_bytes")]
+    {
+        let sum =
+            of_devices.get(&format!("kvcachefs_{each}")).map_or(0.0, |of_device| of_device.values().sum());
+        assert_eq!(sum, values[&format!("kvcachefs_{all}")], "{each}");
+    }
     // The process is no measurement.
     for (key, value) in stats.into_iter().filter(|(key, _)| key != "pid") {
         let (gauge, counter) = (format!("kvcachefs_{key}"), format!("kvcachefs_{key}_total"));
@@ -136,6 +174,38 @@ fn stats_and_metrics_agree() {
         let moves = key.starts_with("lookup") || key.contains("commit") || key.contains("checkpoint");
         assert!(metric == value as f64 || moves, "{key}: {value} in stats, {metric} in metrics");
     }
+}
+
+#[test]
+fn status_says_what_was_switched_off() {
+    let options =
+        ["--noexec", "--lock=false", "--evict=none", "--default-permissions=false", "--guard=false"];
+    let mut mount = Mount::new();
+    let is_told = |mount: &Mount, option: &str| {
+        let status = read(mount, "status");
+        let told = status.lines().find_map(|line| line.strip_prefix("by options: ")).unwrap_or_default();
+        told.split(' ').any(|word| word == option)
+    };
+    assert!(options.iter().all(|option| !is_told(&mount, option)), "{}", read(&mount, "status"));
+    let more = ["--huge-pages=off", "--lease-max=0B", "--l2-engine=threads", "--read-path=daemon"];
+    let (engine, path) = match common::mode() {
+        common::Mode::Threads => (None, Some(more[3])),
+        common::Mode::Daemon => (Some(more[2]), None),
+        _ => (Some(more[2]), Some(more[3])),
+    };
+    let given: Vec<_> =
+        options.into_iter().chain(more[..2].iter().copied()).chain(engine).chain(path).collect();
+    mount.restart_with(&given);
+    for option in options.into_iter().chain(more) {
+        assert!(is_told(&mount, option), "{option} in:\n{}", read(&mount, "status"));
+    }
+    assert!(!is_told(&mount, "--read-only"));
+    if !memory_only() {
+        mount.restart_with(&["--read-only"]);
+        assert!(is_told(&mount, "--read-only"), "{}", read(&mount, "status"));
+    }
+    let status = read(&mount, "status");
+    assert!(status.lines().all(|line| line.len() <= 180), "one screen:\n{status}");
 }
 
 /// Why a file is not there any more, and why a writer was refused.
@@ -339,4 +409,6 @@ fn names_that_are_told_forge_nothing() {
     assert!(log.contains(&format!("evict {shown}\n")), "{log:?}");
     assert!(!log.lines().any(|line| line.starts_with("1.000")), "{log:?}");
     assert!(!log.contains(['\u{9b}', '\r', '\u{202e}']), "{log:?}");
+    // What we say is not lost in what fuser says of each request.
+    assert!(!log.contains(" fuser"), "{log}");
 }

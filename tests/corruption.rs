@@ -199,6 +199,7 @@ fn a_bad_block_of_a_slot_file_is_told_once_and_ends_when_it_is_rewritten() {
         assert_eq!(["crc_errors", "bad_blocks", "lost_files"].map(|key| mount.stat(key)), [1, 1, 0]);
     }
     assert!(mount.status().contains("DEGRADED: blocks of some files cannot be read"), "{}", mount.status());
+    assert_eq!((mount.stat("healthy"), mount.stat("poisoned")), (0, 0));
     let file = OpenOptions::new().read(true).write(true).open(mount.at("slots")).unwrap();
     file.write_all_at(&content[2 * BLOCK..3 * BLOCK], 2 * BLOCK as u64).unwrap();
     file.sync_all().unwrap();

@@ -11,6 +11,26 @@ use std::os::unix::fs::PermissionsExt;
 use client::{Client, Watchdog, fill};
 use common::{Mount, memory_only};
 
+/// There is nothing to wait for, and programs that fsync what they write work all the same.
+#[test]
+fn without_l2_an_fsync_returns_and_vouches_for_nothing() {
+    if !memory_only() {
+        return;
+    }
+    let mount = Mount::new();
+    let path = mount.at("f");
+    let mut file = fs::File::create_new(&path).unwrap();
+    std::io::Write::write_all(&mut file, &fill(1, 300_000)).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    mount.drain();
+    let mut durable = [0; 8];
+    let len = rustix::fs::getxattr(&path, "user.kv.durable", &mut durable[..]).unwrap();
+    assert_eq!(&durable[..len], b"0");
+    assert!(mount.status().contains("nothing is durable"), "{}", mount.status());
+    assert!(fs::read(&path).unwrap() == fill(1, 300_000));
+}
+
 /// Opened to write and not written to: a copy-on-write version without bytes of its own. Its fsync must not
 /// record it as a file of zeros, in place of the one it shows.
 #[test]

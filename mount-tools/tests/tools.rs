@@ -135,6 +135,15 @@ fn kvctl_mounts_shows_and_unmounts() {
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json[0]["mountpoint"], &json[0]["alive"]), (&shown.clone().into(), &true.into()));
     assert_eq!(json[0]["stats"]["files"], 1);
+    assert_eq!((&json[0]["health"], &json[0]["version"]), (&"ok".into(), &env!("CARGO_PKG_VERSION").into()));
+    assert!(json[0]["uptime_seconds"].as_u64().is_some_and(|up| up < 86_400), "{json}");
+    let devices = json[0]["devices"].as_array().unwrap();
+    let path = place.0.path().join("store").display().to_string();
+    assert_eq!((devices.len(), &devices[0]["path"]), (1, &path.into()), "{json}");
+    for number in ["capacity_bytes", "written_bytes"] {
+        assert!(devices[0][number].as_u64().is_some_and(|number| number > 0), "{number}: {json}");
+    }
+    assert!(succeeds(kvctl(&["metrics"]).arg(place.mnt())).contains("kvcachefs_healthy{mount="));
     let events = succeeds(kvctl(&["events"]).arg(place.mnt()));
     let (at, said) = events.split_once(' ').unwrap();
     assert!(said.starts_with("mounted at") && at.starts_with("20") && at.ends_with('Z'), "{events}");
@@ -190,6 +199,33 @@ fn events_are_followed_until_the_unmount_which_they_do_not_hinder() {
     assert!(follow.wait().unwrap().success());
 }
 
+/// It began to repeat what it had printed, once the first events had been forgotten.
+#[test]
+fn what_comes_after_many_events_is_printed_once() {
+    let place = Place::new();
+    place.mount();
+    let said = || fs::read_to_string(place.mnt().join(".ctl/events")).unwrap();
+    let cause_event = |name: &str| {
+        let dir = place.mnt().join("d");
+        fs::create_dir(&dir).unwrap();
+        let file = File::create_new(dir.join(name)).unwrap();
+        fs::remove_dir(&dir).unwrap();
+        drop(file);
+        wait_until("the event", || said().contains(&format!("discarded d/{name}:")));
+    };
+    (0..1100).for_each(|at| cause_event(&format!("n{at}")));
+    let mut follow = kvctl(&["events", "--follow"]);
+    let mut follow = follow.arg(place.mnt()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(follow.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.contains("d/n1099:")), "the latest");
+    cause_event("late");
+    let next = lines.next().unwrap();
+    assert!(next.contains("d/late:"), "{next}");
+    follow.kill().unwrap();
+    follow.wait().unwrap();
+    wait_until("unmounted", || output(kvctl(&["umount"]).arg(place.mnt())).status.success());
+}
+
 #[test]
 fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
     let place = Place::new();
@@ -207,7 +243,7 @@ fn a_dead_mount_is_told_from_a_silent_one_and_nobody_hangs() {
     refuses(kvctl(&["status"]).arg(place.mnt()), &[&shown, "its daemon is gone", "kvctl umount"]);
     let json = output(kvctl(&["status", "--json"]).arg(place.mnt()));
     let json: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
-    assert_eq!(json[0]["alive"], false);
+    assert_eq!((&json[0]["alive"], &json[0]["health"]), (&false.into(), &serde_json::Value::Null));
     succeeds(kvctl(&["umount"]).arg(place.mnt()));
     assert!(!place.is_mounted());
 }
@@ -294,6 +330,23 @@ fn the_helper_refuses_what_it_does_not_know() {
     let (code, said) = run(&["-o", "rw,l1=64MiB,log_level=error,bogus=3"]);
     assert_eq!(code, Some(32), "{said}");
     assert!(said.lines().count() == 1 && said.contains("bogus: unknown option"), "{said}");
+    let nameless = |source: &str, options: &str| {
+        let mut helper = Command::new(HELPER);
+        let out = output(helper.arg(source).arg(place.mnt()).args(["-o", options]));
+        assert!(!place.is_mounted(), "{source} {options}");
+        (out.status.code(), String::from_utf8(out.stderr).unwrap())
+    };
+    for (source, options, parts) in [
+        ("", "l1=64MiB", ["the first field: is empty", "/nvme/kv.store:200GiB"]),
+        (":128MiB", "l1=64MiB", ["':128MiB': has a size and no path", "from the root"]),
+        ("kv.store:128MiB", "l1=64MiB", ["'kv.store:128MiB': is a relative path", "from the root"]),
+        ("kv", "l1=64MiB,l2=kv.store:128MiB", ["-o l2 'kv.store:128MiB': is a relative", "from the root"]),
+        ("kv", "l1=64MiB,l2", ["-o l2: names no store", "l2=/nvme/kv.store:200GiB"]),
+    ] {
+        let (code, said) = nameless(source, options);
+        assert_eq!(code, Some(1), "{source} {options}: {said}");
+        assert!(said.lines().count() == 1 && parts.iter().all(|part| said.contains(part)), "{said}");
+    }
     assert_eq!(run(&["-f", "-o", "rw,l1=64MiB"]), (Some(0), String::new()), "a fake mount");
     assert!(!place.is_mounted() && !place.0.path().join("store").exists());
     let (code, said) = run(&["-s", "-o", "rw,l1=64MiB,log_level=error,bogus=3"]);

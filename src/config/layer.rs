@@ -180,7 +180,8 @@ pub struct Layer {
     #[arg(long, value_name = "PATH", help_heading = RUNNING)]
     pub log_file: Option<PathBuf>,
 
-    /// The least grave messages that are logged: off, error, warn, info, debug or trace. Default: info.
+    /// The least grave messages that are logged: off, error, warn, info, debug or trace. Libraries tell of warnings and
+    /// errors alone, unless RUST_LOG names them (RUST_LOG=fuser=debug: every request). Default: info.
     #[arg(long, value_name = "LEVEL", help_heading = RUNNING, value_parser = parse_log_level)]
     #[serde(deserialize_with = "log_level")]
     pub log_level: Option<LevelFilter>,

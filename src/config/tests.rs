@@ -73,13 +73,29 @@ fn what_is_rendered_can_be_read_again() {
     let config =
         resolve(&format!("l2={}:64MiB,ro,evict=none,log_level=debug,l2_files_max=9", store.display()))
             .expect("valid options");
-    let text = config.render();
+    let text = config.render(None);
     assert!(text.contains("evict = \"none\" # flag") && text.contains("threads = 4 # default"), "{text}");
     let again = Config::resolve(toml(&text).expect("valid TOML"), Layer::default(), Layer::default(), &HOST);
     let again = again.expect("the same configuration");
     let strip =
         |text: &str| text.lines().map(|line| line.split(" # ").next().map(str::to_owned)).collect::<Vec<_>>();
-    assert_eq!(strip(&again.render()), strip(&text));
+    assert_eq!(strip(&again.render(None)), strip(&text));
+}
+
+#[test]
+fn what_is_in_effect_is_rendered_beside_what_was_asked_for() {
+    let line = |options: &str, files_max| {
+        let text = resolve(options).expect("valid options").render(files_max);
+        text.lines().find(|line| line.contains("l2_files_max")).map(str::to_owned).expect("a line")
+    };
+    assert_eq!(line("", Some(4096)), "l2_files_max = 4096 # default");
+    assert_eq!(line("l2_files_max=9", Some(9)), "l2_files_max = 9 # flag");
+    assert_eq!(
+        line("l2_files_max=9000", Some(4096)),
+        "l2_files_max = 4096 # flag, which asked for 9000: more than the stores have room for"
+    );
+    assert_eq!(line("l2_files_max=9", None), "l2_files_max = 9 # flag");
+    assert_eq!(line("", None), "# l2_files_max is not set");
 }
 
 #[test]
@@ -93,7 +109,7 @@ fn leases_leave_room_for_others() {
 
 #[test]
 fn every_option_is_rendered() {
-    let text = resolve("").expect("defaults").render();
+    let text = resolve("").expect("defaults").render(None);
     for key in keys() {
         assert!(
             text.lines().any(|line| line.trim_start_matches("# ").split(' ').next() == Some(key.as_str())),

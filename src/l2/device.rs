@@ -70,6 +70,8 @@ pub struct DeviceOptions {
 pub struct Device {
     path: PathBuf,
     len: u64,
+    /// What was there when it was opened.
+    found: u64,
     alignment: usize,
     direct: bool,
     notes: Vec<String>,
@@ -186,23 +188,34 @@ impl Claimed {
     /// Reserves its space and starts its engine. From here on it may be written to.
     pub fn ready(self, options: &DeviceOptions) -> Result<Device, DeviceError> {
         let Self { path, len, end, is_block, made, file } = self;
-        let error = |cause| DeviceError { path: path.clone(), cause };
+        let file = Arc::new(file);
+        // Goes before the file, and so before the lock.
+        let made = made;
         let mut notes = Vec::new();
-        if !is_block {
-            // Also for a file of the right length, which may have holes; costs nothing when it has none.
-            let found = file.metadata().map_err(Cause::step("measuring it")).map_err(error)?;
-            reserve(&file, len, len.saturating_sub(found.blocks() * 512), &mut notes).map_err(error)?;
-            if end < len {
-                file.sync_all().map_err(Cause::step("making its size durable")).map_err(error)?;
-                sync_directory_of(&path).map_err(Cause::step("making its name durable")).map_err(error)?;
+        let started = (|| {
+            if !is_block {
+                // Also for a file of the right length, which may have holes; costs nothing when it has none.
+                let found = file.metadata().map_err(Cause::step("measuring it"))?;
+                reserve(&file, len, len.saturating_sub(found.blocks() * 512), &mut notes)?;
+                if end < len {
+                    file.sync_all().map_err(Cause::step("making its size durable"))?;
+                    sync_directory_of(&path).map_err(Cause::step("making its name durable"))?;
+                }
+            }
+            let (direct, alignment) = go_direct(&file, &mut notes);
+            let label = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+            let target = Target { file: file.clone(), len, grain: if direct { alignment } else { 1 }, label };
+            Ok((direct, alignment, start_engine(target, options, &mut notes)?))
+        })();
+        match started {
+            Ok((direct, alignment, engine)) => {
+                Ok(Device { path, len, found: end, alignment, direct, notes, engine, made, file })
+            }
+            Err(cause) => {
+                shorten(&file, end);
+                Err(DeviceError { path, cause })
             }
         }
-        let (direct, alignment) = go_direct(&file, &mut notes);
-        let file = Arc::new(file);
-        let label = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-        let target = Target { file: file.clone(), len, grain: if direct { alignment } else { 1 }, label };
-        let engine = start_engine(target, options, &mut notes).map_err(error)?;
-        Ok(Device { path, len, alignment, direct, notes, engine, made, file })
     }
 }
 
@@ -214,6 +227,11 @@ impl Device {
     /// What claiming it made. It is the caller's to [`Made::keep`] from now on; what nobody takes is kept.
     pub fn take_made(&mut self) -> Option<Made> {
         self.made.take()
+    }
+
+    /// Gives a file back the length that it had. Nothing has been written to it.
+    pub fn give_back(&self) {
+        shorten(&self.file, self.found);
     }
 
     /// Cuts off what a file has beyond the length that is used.
@@ -342,6 +360,13 @@ fn reserve(file: &File, len: u64, missing: u64, notes: &mut Vec<String>) -> Resu
         Err(nix::Error::ENOSPC) => Err(Cause::NoSpace { missing, free }),
         Err(nix::Error::EFBIG) => Err(Cause::OddSize { size: len }),
         Err(errno) => Err(Cause::step("reserving its space")(errno.into())),
+    }
+}
+
+/// What a start that is refused has added to a file would make it look like a store of another size.
+fn shorten(file: &File, end: u64) {
+    if file.metadata().is_ok_and(|found| found.is_file() && found.len() > end) {
+        let _ = file.set_len(end);
     }
 }
 

@@ -38,6 +38,11 @@ impl EngineGauges {
         self.classes[class.index()]
     }
 
+    /// Transfers answered with an error, of all classes.
+    pub fn failed(&self) -> u64 {
+        self.classes.iter().map(|class| class.failed).sum()
+    }
+
     /// Transfers accepted and not answered, of all classes.
     pub fn outstanding(&self) -> u64 {
         self.classes.iter().map(|class| class.queued + class.in_flight).sum()

@@ -78,6 +78,8 @@ pub struct Volume {
 pub struct Opened {
     pub volume: Volume,
     pub fresh: bool,
+    /// How long reading its catalog took: not what was waited for until the devices could be had.
+    pub read_in: Duration,
     /// The files that did not exist before; they go again with this.
     pub made: Vec<Made>,
     /// What a person should hear about the stores, a sentence each: what was overwritten, what is not used.
@@ -186,7 +188,14 @@ impl Volume {
         };
         let (mut devices, mut made) = (Vec::new(), Vec::new());
         for claimed in claimed {
-            let mut device = claimed.ready(&options.device).map_err(|error| Error::new("", error))?;
+            let mut device = match claimed.ready(&options.device) {
+                Ok(device) => device,
+                Err(error) => {
+                    // What is refused must be as it was, and so must the paths before it.
+                    devices.iter().for_each(Device::give_back);
+                    return Err(Error::new("", error));
+                }
+            };
             made.extend(device.take_made());
             devices.push(match options.wrap {
                 Some(wrap) => device.wrap(wrap),
@@ -196,8 +205,9 @@ impl Volume {
         if let Some(plan) = plan {
             let volume = Self::format(devices, plan)?;
             reader.devices(&data_blocks(&volume.supers), volume.files_max());
-            return Ok(Opened { volume, fresh: true, made, warnings });
+            return Ok(Opened { volume, fresh: true, read_in: Duration::ZERO, made, warnings });
         }
+        let reading = Instant::now();
         let mut supers = supers;
         warnings.extend(devices.iter().zip(&supers).filter_map(unused));
         reader.devices(&data_blocks(&supers), supers[0].files_max);
@@ -213,6 +223,7 @@ impl Volume {
                 }
                 Ok(())
             });
+        let read_in = reading.elapsed();
         let path = first[0].path().display().to_string();
         const LOST: &str = "restore the device, or make a new store with --format, which loses what is in it";
         let (journal, report) = opened.map_err(|error| Error::new(&path, error).remedy(LOST))?;
@@ -230,7 +241,7 @@ impl Volume {
         }
         let mut volume = Self::joined(first, supers, journal, report.bytes_read);
         volume.read_only = options.read_only;
-        Ok(Opened { volume, fresh: false, made, warnings })
+        Ok(Opened { volume, fresh: false, read_in, made, warnings })
     }
 
     fn joined(

@@ -44,6 +44,8 @@ pub struct Snapshot {
     pub memory_only: bool,
     /// One for each device of L2: its path, its engine, and what that is doing.
     pub devices: Vec<(String, &'static str, EngineGauges)>,
+    /// And the room for files that each has, and how much of it they take.
+    pub device_room: Vec<(u64, u64)>,
 }
 
 impl Store {
@@ -84,6 +86,12 @@ impl Store {
             passthrough: core.settings.passthrough,
             memory_only: core.settings.memory_only,
             devices,
+            device_room: core
+                .space
+                .devices
+                .iter()
+                .map(|device| (device.capacity * 4096, device.used() * 4096))
+                .collect(),
         }
     }
 

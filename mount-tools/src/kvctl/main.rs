@@ -61,6 +61,8 @@ enum Cmd {
     },
     /// Print the counters of a mount, one a line.
     Stats { mountpoint: Option<PathBuf> },
+    /// Print the counters of a mount as Prometheus reads them.
+    Metrics { mountpoint: Option<PathBuf> },
     /// Print what has happened on a mount since it was mounted; times are UTC.
     Events {
         mountpoint: Option<PathBuf>,
@@ -93,7 +95,7 @@ fn failed(error: &Error) -> ExitCode {
 
 /// The daemon's words for a wrong command line, with this program's remedies.
 fn understood(error: &clap::Error) -> Error {
-    const COMMANDS: &str = "use mount, umount, status, stats, events or version";
+    const COMMANDS: &str = "use mount, umount, status, stats, metrics, events or version";
     match error.kind() {
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             Error::new("no command given", "").remedy(COMMANDS)
@@ -127,6 +129,7 @@ fn act(command: Cmd) -> Result<()> {
         }
         Cmd::Status { mountpoint, json } => show::status(mountpoint.as_deref(), json),
         Cmd::Stats { mountpoint } => show::file(mountpoint.as_deref(), "stats"),
+        Cmd::Metrics { mountpoint } => show::file(mountpoint.as_deref(), "metrics"),
         Cmd::Events { mountpoint, follow } => show::events(mountpoint.as_deref(), follow),
         Cmd::Version => print(format!("kvctl {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
     }

@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kvcachefs::error::{Error, Result};
 use kvcachefs::mount::{self, Entry, Life};
@@ -32,10 +32,16 @@ pub fn status(mountpoint: Option<&Path>, as_json: bool) -> Result<()> {
         let text = read(&entry.mountpoint, if as_json { "stats" } else { "status" });
         if as_json {
             let stats = text.as_ref().map(|text| numbers(text)).unwrap_or_default();
+            let more = text.as_ref().ok().and_then(|_| read(&entry.mountpoint, "metrics").ok());
+            let more = more.unwrap_or_default();
             objects.push(json!({
                 "mountpoint": dir.to_string(),
                 "source": source,
                 "alive": text.is_ok(),
+                "health": health(&stats),
+                "version": labelled(&more, "version").next().map(|(_, version, _)| version),
+                "uptime_seconds": stats.get("start_time_seconds").and_then(Value::as_u64).map(since),
+                "devices": devices(&more),
                 "stats": stats,
             }));
         } else if let Ok(text) = &text {
@@ -78,7 +84,8 @@ pub fn events(mountpoint: Option<&Path>, follow: bool) -> Result<()> {
             Err(_) if follow && offset > 0 && gone(&dir) => return Ok(()),
             Err(error) => return Err(error),
         };
-        offset += text.len() as u64;
+        let Some((end, text)) = text.split_first_chunk() else { continue };
+        offset = u64::from_ne_bytes(*end);
         // What has been forgotten reads as blanks.
         let start = if text.starts_with(b" ") {
             text.iter().position(|byte| *byte == b'\n').map_or(text.len(), |at| at + 1)
@@ -104,12 +111,22 @@ fn dated(text: &str) -> String {
     text.split_inclusive('\n').map(|text| line(text).unwrap_or_else(|| text.to_owned())).collect()
 }
 
-fn from(file: &Path, offset: u64) -> io::Result<Vec<u8>> {
-    let mut file = File::open(file)?;
-    file.seek(SeekFrom::Start(offset))?;
-    let mut text = Vec::new();
-    file.read_to_end(&mut text)?;
-    Ok(text)
+/// Where the events end that follow here, in eight bytes, and those from `offset` on.
+///
+/// From the beginning what is left of it is read. So it is the size that says where the next begin, if nothing came while
+/// it was read.
+fn from(path: &Path, offset: u64) -> io::Result<Vec<u8>> {
+    loop {
+        let mut file = File::open(path)?;
+        let before = file.metadata()?.len();
+        file.seek(SeekFrom::Start(offset))?;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)?;
+        let end = if offset > 0 { offset + text.len() as u64 } else { file.metadata()?.len() };
+        if offset > 0 || end == before {
+            return Ok([&end.to_ne_bytes()[..], &text].concat());
+        }
+    }
 }
 
 /// Unmounted, or its daemon is no more: the end of what can be followed.
@@ -178,4 +195,82 @@ fn answer(dir: &Path, ask: impl FnOnce() -> io::Result<Vec<u8>>) -> Result<Vec<u
 fn numbers(text: &str) -> Map<String, Value> {
     let pairs = text.lines().filter_map(|line| line.split_once(' '));
     pairs.filter_map(|(key, value)| Some((key.to_owned(), Value::from(value.parse::<u64>().ok()?)))).collect()
+}
+
+/// In a word. An older daemon, or none that answers, does not say.
+fn health(stats: &Map<String, Value>) -> Option<&'static str> {
+    let is = |key: &str| stats.get(key).and_then(Value::as_u64).map(|value| value != 0);
+    Some(match (is("poisoned")?, is("healthy")?) {
+        (true, _) => "failed",
+        (false, false) => "degraded",
+        (false, true) => "ok",
+    })
+}
+
+fn since(start: u64) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    now.as_secs().saturating_sub(start)
+}
+
+/// Of Prometheus' lines `kvcachefs_name{mount="…",label="…"} value`: name, what the label says, value.
+fn labelled<'t>(text: &'t str, label: &str) -> impl Iterator<Item = (&'t str, String, u64)> {
+    // Quotes within a value have a backslash before them.
+    let before = format!(",{label}=\"");
+    text.lines().filter_map(move |line| {
+        let (name, rest) = line.strip_prefix("kvcachefs_")?.split_once('{')?;
+        let (said, value) = rest.split_once(&before)?.1.rsplit_once("\"} ")?;
+        Some((name, unescaped(said), value.parse().ok()?))
+    })
+}
+
+fn unescaped(said: &str) -> String {
+    let mut out = String::new();
+    let mut chars = said.chars();
+    while let Some(char) = chars.next() {
+        out.push(match char {
+            '\\' => match chars.next() {
+                Some('n') => '\n',
+                Some(other) => other,
+                None => '\\',
+            },
+            other => other,
+        });
+    }
+    out
+}
+
+/// One object for each device, with its path and its numbers.
+fn devices(metrics: &str) -> Vec<Value> {
+    let mut found: Vec<(String, Map<String, Value>)> = Vec::new();
+    for (name, path, value) in labelled(metrics, "device") {
+        let name = name.trim_start_matches("device_").trim_end_matches("_total");
+        let at = found.iter().position(|(known, _)| *known == path).unwrap_or_else(|| {
+            found.push((path.clone(), Map::from_iter([("path".to_owned(), path.into())])));
+            found.len() - 1
+        });
+        found[at].1.insert(name.to_owned(), value.into());
+    }
+    found.into_iter().map(|(_, object)| Value::Object(object)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_told_apart_by_their_label() {
+        let text = "# HELP kvcachefs_device_read_bytes_total Bytes.\n\
+            kvcachefs_files{mount=\"/m\"} 3\n\
+            kvcachefs_build_info{mount=\"/m,version=\\\"0\\\"\",version=\"0.1.0\"} 1\n\
+            kvcachefs_device_read_bytes_total{mount=\"/m\",device=\"/a\\\\b\\\"c\\nd\"} 7\n\
+            kvcachefs_device_read_bytes_total{mount=\"/m\",device=\"/e\"} 8\n\
+            kvcachefs_device_used_bytes{mount=\"/m\",device=\"/e\"} 9\n";
+        let version: Vec<_> = labelled(text, "version").collect();
+        assert_eq!(version, [("build_info", "0.1.0".to_owned(), 1)]);
+        let expected = [
+            json!({"path": "/a\\b\"c\nd", "read_bytes": 7}),
+            json!({"path": "/e", "read_bytes": 8, "used_bytes": 9}),
+        ];
+        assert_eq!(devices(text), expected);
+    }
 }
