@@ -33,6 +33,9 @@ pub struct Cli {
     /// L1 in MiB for P4 and P5; small against --cold, so that nothing stays warm
     #[arg(long, value_name = "MIB", default_value_t = 320, value_parser = clap::value_parser!(u64).range(64..))]
     pub l1: u64,
+    /// Blocks of the 200 requests are 18 MiB divided by this (hints)
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub hint_scale: u32,
     /// Files in the catalog for P10
     #[arg(long, value_name = "N", default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
     pub files: u64,
@@ -81,6 +84,8 @@ pub enum What {
     P5,
     /// Open and close of a warm file against a trivial daemon, and what classifying and leasing costs
     P6,
+    /// Tickets a second, and how many windows of 200 requests take a place in the prefetch window
+    Hints,
     /// Time to mount and memory of a full catalog
     P10,
     /// CPU time of the daemon while clients read warm files

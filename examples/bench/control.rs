@@ -1,17 +1,13 @@
 //! What it costs to ask: opening a warm file, and one ioctl that classifies and leases a window (P6).
 
-use std::fs::{File, OpenOptions};
-use std::os::fd::AsRawFd;
+use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use kvcachefs::abi::{self, Command, Header, Range};
-use zerocopy::{FromBytes, IntoBytes};
-
 use crate::cli::Cli;
+use crate::client::Client;
 use crate::failure::{Context, Failure, Result};
 use crate::files::{Files, rate};
-use crate::ioctl::ioctl;
 use crate::mount::Mount;
 use crate::pairs;
 use crate::report::{Report, Unit};
@@ -49,7 +45,7 @@ fn opens(cli: &Cli, report: &mut Report) -> Result<()> {
             })
         };
         let outcome = pairs::run(cli.pairs, || many(&|at| files.path(at)), || many(&|at| trivial.path(at)))?;
-        let what = format!("open and close of a warm file, {threads} threads");
+        let what = format!("open and close of a warm file, threads: {threads}");
         // At most 1.2 times the time is at least that part of the rate.
         report.pairs("P6", what, &outcome, Unit::Operations, "trivial daemon", 1.0 / 1.2);
     }
@@ -60,73 +56,20 @@ fn opens(cli: &Cli, report: &mut Report) -> Result<()> {
     mount.stop()
 }
 
-/// A handle with the names of all files.
-struct Client {
-    handle: File,
-    ranges: Vec<Range>,
-}
-
-fn header(flags: u16, count: usize) -> Header {
-    Header { version: abi::VERSION, flags, count: count as u32 }
-}
-
-impl Client {
-    fn new(mount: &Mount, names: &[String]) -> Result<Self> {
-        let path = mount.dir().join(".ctl/lease");
-        let opened = OpenOptions::new().read(true).write(true).open(&path);
-        let handle = opened.context(|| format!("cannot open {}", path.display()))?;
-        let mut client = Self { handle, ranges: Vec::new() };
-        let hello = abi::Hello { header: header(0, 0), ..abi::Hello::default() };
-        client.call(Command::Hello, hello.as_bytes().to_vec())?;
-        let list: Vec<u8> = names.iter().flat_map(|name| name.bytes().chain([0])).collect();
-        let intern = abi::Intern {
-            header: header(0, names.len()),
-            bytes: list.len() as u32,
-            ..abi::Intern::default()
-        };
-        let said = client.call(Command::Intern, [intern.as_bytes(), &list].concat())?;
-        let said =
-            abi::Intern::read_from_prefix(&said).map_or_else(|_| abi::Intern::default(), |(head, _)| head);
-        let range =
-            |at| Range { id: u64::from(said.first) + at, generation: said.generation, ..Range::default() };
-        client.ranges = (0..names.len() as u64).map(range).collect();
-        Ok(client)
+/// How long it takes to classify and lease the first `count` ranges: median and 99th percentile over `time`, and how
+/// often it was done.
+fn acquires(client: &Client, count: usize, time: Duration) -> Result<(Duration, Duration, usize)> {
+    let start = Instant::now();
+    let mut took = Vec::new();
+    while start.elapsed() < time {
+        let asked = Instant::now();
+        let lease = client.lease(&client.ranges[..count])?;
+        took.push(asked.elapsed());
+        client.release(lease)?;
     }
-
-    fn call(&self, command: Command, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
-        let number = command.number(bytes.len());
-        ioctl(self.handle.as_raw_fd(), number, &mut bytes).context(|| format!("{command:?} fails"))?;
-        Ok(bytes)
-    }
-
-    /// How long it takes to classify and lease the first `count` ranges, which must all be in L1.
-    fn acquire(&self, count: usize) -> Result<Duration> {
-        let head = abi::Classify { header: header(abi::CLASSIFY_LEASE, count), ..abi::Classify::default() };
-        let bytes = [head.as_bytes(), self.ranges[..count].as_bytes()].concat();
-        let start = Instant::now();
-        let said = self.call(Command::Classify, bytes)?;
-        let took = start.elapsed();
-        let head = abi::Classify::read_from_prefix(&said)
-            .map_or_else(|_| abi::Classify::default(), |(head, _)| head);
-        if head.lease == 0 {
-            return Err(Failure::new(format!("no lease: {head:?}")));
-        }
-        let lease = abi::Lease { header: header(0, 0), lease: head.lease, ..abi::Lease::default() };
-        self.call(Command::Release, lease.as_bytes().to_vec())?;
-        Ok(took)
-    }
-
-    /// Median and 99th percentile over `time`.
-    fn acquires(&self, count: usize, time: Duration) -> Result<(Duration, Duration, usize)> {
-        let start = Instant::now();
-        let mut took = Vec::new();
-        while start.elapsed() < time {
-            took.push(self.acquire(count)?);
-        }
-        took.sort_unstable();
-        let at = |part: f64| took[((took.len() - 1) as f64 * part) as usize];
-        Ok((at(0.5), at(0.99), took.len()))
-    }
+    took.sort_unstable();
+    let at = |part: f64| took[((took.len() - 1) as f64 * part) as usize];
+    Ok((at(0.5), at(0.99), took.len()))
 }
 
 fn micros(time: Duration) -> String {
@@ -140,20 +83,19 @@ fn windows(cli: &Cli, report: &mut Report) -> Result<()> {
     let files = Files::plan(&mount.dir().join("files"), mib, 1);
     files.write(&files.buffers(1))?;
     mount.drain()?;
-    let names: Vec<String> = (0..WINDOW).map(|at| format!("files/{:04}.kv", at)).collect();
+    let names: Vec<String> = (0..WINDOW).map(|at| format!("files/{at:04}.kv")).collect();
     let client = Client::new(&mount, &names)?;
-    client.acquires(WINDOW, cli.sample())?;
+    acquires(&client, WINDOW, cli.sample())?;
     for count in [1, 16, WINDOW] {
-        let (median, p99, times) = client.acquires(count, cli.sample() * cli.pairs)?;
+        let (median, p99, times) = acquires(&client, count, cli.sample() * cli.pairs)?;
         let wanted = match count {
             WINDOW if median <= WANTED => "<= 60 us: met",
             WINDOW => "<= 60 us: missed",
             _ => "",
         };
-        let what = format!("one ioctl that classifies and leases {count} ranges by id; {times} times");
         report.figure(
             "P6",
-            what,
+            format!("one ioctl that classifies and leases {count} ranges by id; {times} times"),
             format!("{} median, {} p99", micros(median), micros(p99)),
             String::new(),
             wanted.into(),
@@ -171,7 +113,7 @@ fn windows(cli: &Cli, report: &mut Report) -> Result<()> {
         });
         // Until the dirty bound is reached.
         std::thread::sleep(Duration::from_secs(1));
-        let took = client.acquires(16, cli.sample() * cli.pairs);
+        let took = acquires(&client, 16, cli.sample() * cli.pairs);
         over.store(true, Ordering::Relaxed);
         stores.join().unwrap_or_else(|_| Err(Failure::new("a client panicked".into()))).and(took)
     })?;

@@ -8,6 +8,7 @@
 //! one run, and what counts is the median of the pairs' ratios.
 
 mod cli;
+mod client;
 mod cold;
 mod control;
 mod cpu;
@@ -15,6 +16,7 @@ mod cpu;
 mod failure;
 mod files;
 mod fio;
+mod hints;
 mod interrupt;
 mod ioctl;
 mod map;
@@ -76,6 +78,7 @@ fn run(cli: &Cli) -> Result<Report> {
             What::P4 => cold::run(cli, &mut report)?,
             What::P5 => store::run(cli, &mut report)?,
             What::P6 => control::run(cli, &mut report)?,
+            What::Hints => hints::run(cli, &mut report)?,
             What::P10 => mounting::run(cli, &mut report)?,
             What::P11 => cpu::run(cli, &mut report)?,
         }
