@@ -99,7 +99,7 @@ fn read(mount: &Mount, request: usize, buffer: &mut [u8]) -> Result<()> {
 
 fn workload(cli: &Cli, report: &mut Report) -> Result<()> {
     let block = (BLOCK_BYTES / u64::from(cli.hint_scale)).next_multiple_of(4096);
-    let all_mib = (REQUESTS * BLOCKS) as u64 * block >> 20;
+    let all_mib = ((REQUESTS * BLOCKS) as u64 * block) >> 20;
     let l1_mib = all_mib * 9 / 10;
     let scratch = store(cli)?;
     let path = scratch.path().join("l2");
