@@ -591,6 +591,8 @@ mod catalog_tests;
 #[cfg(test)]
 mod device_log;
 #[cfg(test)]
+mod drain_tests;
+#[cfg(test)]
 mod full_device;
 #[cfg(test)]
 mod in_flight_tests;

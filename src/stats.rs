@@ -58,6 +58,14 @@ pub struct Counters {
     pub waits: u64,
     pub timeouts: u64,
     pub fsync_timeouts: u64,
+    /// Drains that were asked for as such, not as an fsync of a directory, and what they have found stored.
+    pub drains: u64,
+    pub drained_files: u64,
+    pub drained_bytes: u64,
+    /// Files that drains were told could not be stored.
+    pub drain_failures: u64,
+    pub drains_failed: u64,
+    pub drain_timeouts: u64,
     pub dirty_peak_pages: u64,
     pub control_lookups: u64,
     /// Windows that were classified, by what came of it.

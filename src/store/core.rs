@@ -11,6 +11,7 @@ use super::again::{Expected, Gone};
 use super::catalog::CatalogRoom;
 use super::change::Waiter;
 use super::control;
+use super::drain::Drains;
 use super::hot::{Block, BlockIo, Hot, Phase, WriteBack, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
 use super::node::{
@@ -151,6 +152,7 @@ pub struct Core {
     /// Clients that wait until something is durable.
     pub patience: Vec<Patience>,
     pub queue: PublishQueue,
+    pub drains: Drains,
     /// The queue of waiting changes is being tried right now.
     pub admitting: bool,
     /// Files under construction, which could be spilled, the oldest first. The key is [`Hot::building`].
@@ -216,6 +218,7 @@ impl Core {
             control: control::State::default(),
             patience: Vec::new(),
             queue: PublishQueue::default(),
+            drains: Drains::default(),
             admitting: false,
             building: BTreeMap::new(),
             next_building: 1,
@@ -518,6 +521,7 @@ impl Core {
             }
         }
         self.ending.remove(&self.id(idx));
+        self.passed_over(self.id(idx), u64::MAX, self.hot(idx).and_then(|hot| hot.heir));
         self.remember_end(idx);
         self.unlist(idx);
         self.stop_building(idx);

@@ -18,6 +18,7 @@ pub mod change;
 pub mod control;
 pub mod core;
 mod crc;
+pub mod drain;
 mod heirs;
 pub mod hot;
 mod layout;

@@ -39,6 +39,7 @@ pub struct Snapshot {
     pub lease_max_bytes: u64,
     /// Changes that wait for a lease.
     pub waiting_for_leases: u64,
+    pub drains_waiting: u64,
     pub poisoned: bool,
     pub passthrough: bool,
     pub memory_only: bool,
@@ -80,6 +81,7 @@ impl Store {
             lease_max_bytes: core.settings.lease_max_bytes,
             waiting_for_leases: core.waiters.iter().filter(|waiter| waiter.waits_for == Needs::Lease).count()
                 as u64,
+            drains_waiting: core.drains.waiting(),
             poisoned: core.poisoned,
             passthrough: core.settings.passthrough,
             memory_only: core.settings.memory_only,

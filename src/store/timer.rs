@@ -91,6 +91,7 @@ impl Store {
                 core.end_leases(now);
                 core.end_changes(now);
                 core.end_patience(now);
+                core.end_drains(now);
                 core.end_expectations(now);
                 core.tell_tallies(now);
                 if !core.waiters.is_empty() {
