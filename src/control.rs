@@ -19,7 +19,7 @@ use crate::store::control::SessionId;
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::report::Snapshot;
-use crate::store::{Caller, Store};
+use crate::store::{Caller, Store, Wake};
 use crate::units::{Bytes, counted};
 
 /// Inode number of `.ctl`; its files follow. Those of the store are larger than 2^32.
@@ -37,15 +37,16 @@ enum File {
     /// What is asked of it by ioctl belongs to the handle.
     Lease,
     Prefetch,
+    Drain,
 }
 
 impl File {
     fn is_session(self) -> bool {
-        matches!(self, Self::Lease | Self::Prefetch)
+        matches!(self, Self::Lease | Self::Prefetch | Self::Drain)
     }
 }
 
-const FILES: [(&str, File); 9] = [
+const FILES: [(&str, File); 10] = [
     ("status", File::Status),
     ("stats", File::Stats),
     ("metrics", File::Metrics),
@@ -55,6 +56,7 @@ const FILES: [(&str, File); 9] = [
     ("leases", File::Leases),
     ("lease", File::Lease),
     ("prefetch", File::Prefetch),
+    ("drain", File::Drain),
 ];
 
 /// An open control file.
@@ -234,7 +236,7 @@ impl Control {
             File::Config => self.config.clone(),
             File::Version => format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")),
             File::Leases => self.store.leases_text(caller.uid),
-            File::Events | File::Lease | File::Prefetch => String::new(),
+            File::Events | File::Lease | File::Prefetch | File::Drain => String::new(),
         };
         Some(Ok(Opened { file, text: text.into_bytes(), from: OnceLock::new(), session }))
     }
@@ -254,7 +256,19 @@ impl Control {
         }
     }
 
-    pub fn read(&self, opened: &Opened, offset: u64, len: usize) -> Vec<u8> {
+    /// Whether a read of a control file gives something now; if not, `wake` is called once it does.
+    pub fn poll(&self, opened: &Opened, wake: Option<Wake>) -> bool {
+        opened.session.is_none_or(|session| self.store.poll_ends(session, wake))
+    }
+
+    pub fn read(&self, opened: &Opened, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+        if let Some(ends) = opened.session.and_then(|session| self.store.read_ends(session, len)) {
+            return ends;
+        }
+        Ok(self.read_text(opened, offset, len))
+    }
+
+    fn read_text(&self, opened: &Opened, offset: u64, len: usize) -> Vec<u8> {
         if opened.file == File::Events {
             // Who begins at the beginning gets what is left of it; `tail` asks for the end, where offsets are absolute.
             let from = *opened.from.get_or_init(|| if offset == 0 { self.events.forgotten() } else { 0 });
@@ -456,7 +470,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("writeback_in_flight_bytes", s.writeback_in_flight_bytes, "Bytes on their way to the devices."),
         gauge("waiting_writers", s.waiting_changes, "Writes that wait for room."),
         gauge("waiting_for_leases", s.waiting_for_leases, "Of these, writes that wait for a lease to end."),
-        gauge("control_sessions", s.sessions, "Open handles of .ctl/lease and .ctl/prefetch."),
+        gauge("control_sessions", s.sessions, "Open handles of .ctl/lease, .ctl/prefetch and .ctl/drain."),
         gauge("interned_names", s.interned_names, "Names that these have interned."),
         gauge("leases", s.leases, "Leases."),
         gauge("leased_bytes", s.leased_bytes, "Memory that leases hold in L1."),

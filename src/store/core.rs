@@ -74,6 +74,8 @@ pub enum Effect {
         ino: u64,
     },
     Load(Load),
+    /// Somebody who polls a handle can read from it.
+    Wake(super::Wake),
     Serve(Box<Served>),
 }
 

@@ -61,6 +61,9 @@ pub type WriteReply = Box<dyn FnOnce(Result<u32, Errno>) + Send>;
 pub type IoctlReply = Box<dyn FnOnce(Result<Vec<u8>, Errno>) + Send>;
 pub type AttrReply = Box<dyn FnOnce(Result<Attr, Errno>) + Send>;
 
+/// Wakes whoever polls a handle.
+pub type Wake = Box<dyn FnOnce() + Send>;
+
 /// The result of something that may have to wait.
 pub enum Answer<T> {
     Now(Result<T, Errno>),
@@ -73,6 +76,8 @@ pub trait Notify: Send + Sync {
     fn invalidate(&self, parent: u64, name: &[u8]);
     /// Of the attributes alone: what the kernel has of the bytes stays.
     fn forget_attributes(&self, ino: u64);
+    /// Somebody who polls a handle is to be woken.
+    fn wake(&self, wake: Wake);
 }
 
 pub struct Store {
@@ -199,6 +204,12 @@ impl Store {
                 let notify = self.notify.lock().clone();
                 if let Some(notify) = notify {
                     notify.forget_attributes(ino);
+                }
+            }
+            Effect::Wake(wake) => {
+                let notify = self.notify.lock().clone();
+                if let Some(notify) = notify {
+                    notify.wake(wake);
                 }
             }
             Effect::Load(load) => self.submit_load(load),

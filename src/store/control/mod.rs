@@ -6,6 +6,7 @@
 //! true for one instant, and a lease is granted in the same (rule R11).
 
 mod classify;
+mod hints;
 mod holds;
 mod leases;
 mod names;
@@ -13,6 +14,7 @@ mod parts;
 mod report;
 mod session;
 mod shares;
+mod tickets;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,6 +25,8 @@ use nix::errno::Errno;
 pub use self::leases::Leases;
 use self::session::Session;
 pub use self::session::{SessionId, Who};
+pub use self::tickets::TICKETS_MAX;
+use self::tickets::Tickets;
 use super::core::Core;
 use super::hot::Then;
 use super::node::Idx;
@@ -47,6 +51,7 @@ pub struct State {
     /// Names that all of them have interned.
     names: u64,
     pub leases: Leases,
+    pub(in crate::store) tickets: Tickets,
 }
 
 impl State {
@@ -140,11 +145,11 @@ impl Core {
             Request::Release(lease, ranges) => self.release_lease(id, session, *lease, ranges),
             Request::Attach(lease) => self.attach(id, session, *lease),
             Request::Query(lease, room) => self.query(id, session, *lease, *room),
-            Request::Prefetch(..)
-            | Request::Cancel(..)
-            | Request::Ticket(..)
-            | Request::Drain(..)
-            | Request::Failures(..) => Err(Errno::EOPNOTSUPP.into()),
+            Request::Cancel(ticket) => self.ask_ticket(id, session, *ticket, true),
+            Request::Ticket(ticket) => self.ask_ticket(id, session, *ticket, false),
+            Request::Prefetch(..) | Request::Drain(..) | Request::Failures(..) => {
+                Err(Errno::EOPNOTSUPP.into())
+            }
         }
     }
 
@@ -168,7 +173,7 @@ impl Core {
             prefetch_window: 0,
             prefetch_queue: 0,
             prefetch_bytes_max: 0,
-            tickets_max: 0,
+            tickets_max: TICKETS_MAX,
             reserved: 0,
         }
     }
@@ -192,13 +197,13 @@ impl Store {
             let Some(session) = core.control.sessions.remove(&id) else { return };
             core.control.names -= u64::from(session.names.count());
             core.release_all(id, &session);
+            core.drop_tickets(id);
         });
     }
 
     /// Names that came by write(2): all of them, or none.
     pub fn write_names(self: &Arc<Self>, id: SessionId, data: &[u8]) -> Result<u32, Errno> {
-        let in_text = |core: &Core| core.control.sessions.get(&id).is_none_or(|session| !session.greeted);
-        if in_text(&self.lock()) {
+        if !self.lock().is_greeted(id) {
             return Err(Errno::EOPNOTSUPP);
         }
         let list = abi::names_in_write(data)?;
@@ -257,6 +262,11 @@ impl Store {
 }
 
 impl Core {
+    /// Whether a session has said HELLO.
+    fn is_greeted(&self, id: SessionId) -> bool {
+        self.control.sessions.get(&id).is_some_and(|session| session.greeted)
+    }
+
     /// Interns a list for `session`, all of it or nothing.
     fn intern(&mut self, session: &mut Session, list: &NameList) -> Result<names::Batch, Errno> {
         let count = list.names.len() as u64;
