@@ -3,6 +3,8 @@
 //! `.ctl` in the root is not listed, so that tools that walk the tree do not walk into it. Its files have no size,
 //! as in `/proc`: their content is made when they are opened, except that of `events`, which grows and can be followed.
 
+mod words;
+
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
@@ -19,7 +21,7 @@ use crate::store::control::SessionId;
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::report::Snapshot;
-use crate::store::{Caller, Store, Wake};
+use crate::store::{Caller, Store, Wake, WriteReply};
 use crate::units::{Bytes, counted};
 
 /// Inode number of `.ctl`; its files follow. Those of the store are larger than 2^32.
@@ -73,6 +75,7 @@ pub struct Control {
     store: Arc<Store>,
     events: Arc<Events>,
     config: String,
+    mountpoint: Vec<u8>,
     /// What tells our metrics from another mount's, as a label.
     label: String,
     wants_passthrough: bool,
@@ -101,6 +104,7 @@ impl Control {
             store,
             events,
             config,
+            mountpoint: mountpoint.as_os_str().as_bytes().to_vec(),
             label: label("mount", &mountpoint.to_string_lossy()),
             wants_passthrough,
             kernel_passthrough: AtomicBool::new(false),
@@ -242,11 +246,45 @@ impl Control {
     }
 
     /// What a client writes to a control file.
-    pub fn write(&self, opened: &Opened, data: &[u8]) -> Result<u32, Errno> {
+    pub fn write(&self, opened: &Opened, data: &[u8], reply: WriteReply) {
         match opened.session {
-            Some(session) => self.store.write_names(session, data),
-            None => Err(Errno::EPERM),
+            Some(session) if opened.file == File::Drain && !self.store.is_greeted(session) => {
+                self.drain(session, data, reply);
+            }
+            Some(session) => reply(self.store.write_names(session, data)),
+            None => reply(Err(Errno::EPERM)),
         }
+    }
+
+    /// `echo [timeout=SECONDS] [PATH...] > .ctl/drain`, answered when it is done.
+    fn drain(&self, session: SessionId, data: &[u8], reply: WriteReply) {
+        let asked = words::words(data).and_then(|mut words| {
+            let timeout = match words.first().and_then(|word| word.strip_prefix(b"timeout=")) {
+                Some(seconds) => {
+                    let seconds = std::str::from_utf8(seconds).ok().and_then(|text| text.parse().ok());
+                    let seconds = Duration::from_secs(seconds.ok_or(Errno::EINVAL)?);
+                    words.remove(0);
+                    Some(seconds)
+                }
+                None => None,
+            };
+            Ok((timeout.filter(|timeout| !timeout.is_zero()), words))
+        });
+        let len = data.len() as u32;
+        match asked {
+            Ok((timeout, words)) => {
+                let paths = words.iter().map(|word| self.in_mount(word).to_vec()).collect();
+                let reply = Box::new(move |ended: Result<(), Errno>| reply(ended.map(|()| len)));
+                self.store.drain_paths(session, paths, timeout, reply);
+            }
+            Err(errno) => reply(Err(errno)),
+        }
+    }
+
+    /// A path as the root of the mount sees it, which people may have from outside.
+    fn in_mount<'p>(&self, path: &'p [u8]) -> &'p [u8] {
+        let inside = path.strip_prefix(&self.mountpoint[..]);
+        inside.filter(|rest| rest.is_empty() || rest.starts_with(b"/")).unwrap_or(path)
     }
 
     /// The last descriptor of a control file is closed.

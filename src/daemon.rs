@@ -308,6 +308,7 @@ impl Daemon {
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
             fsync_deadline: config.fsync_deadline,
+            drain_timeout: config.drain_timeout,
             lease_max_bytes: config.lease_max.0,
             lease_client_max_bytes: config.lease_client_max.0,
             lease_ttl_max: config.lease_ttl_max,

@@ -56,6 +56,8 @@ pub struct Settings {
     pub publish_wait: Duration,
     pub request_deadline: Duration,
     pub fsync_deadline: Duration,
+    /// How long a drain may take that does not say it.
+    pub drain_timeout: Duration,
     /// What all leases may hold of L1, and those of one process.
     pub lease_max_bytes: u64,
     pub lease_client_max_bytes: u64,

@@ -11,6 +11,7 @@
 //! it; if none does, the next drain of everything, or of a directory that it was in, hears of it (rule R6).
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Instant;
 
 use nix::errno::Errno;
@@ -51,14 +52,14 @@ pub struct Progress {
     pub drained_bytes: u64,
     pub failed: u64,
     /// The first of the failed.
-    pub failures: Vec<Box<[u8]>>,
+    pub failures: Vec<Arc<[u8]>>,
 }
 
 impl Progress {
-    fn add_failure(&mut self, path: &[u8]) {
+    fn add_failure(&mut self, path: &Arc<[u8]>) {
         self.failed += 1;
         if self.failures.len() < FAILURES_MAX {
-            self.failures.push(path.into());
+            self.failures.push(path.clone());
         }
     }
 }
@@ -93,13 +94,13 @@ struct Drain {
 /// Files that could not be stored and that nobody has been told of.
 #[derive(Default)]
 struct Untold {
-    paths: Vec<Box<[u8]>>,
+    paths: Vec<Arc<[u8]>>,
     /// Those beyond, whose paths are not kept.
     more: u64,
 }
 
 impl Untold {
-    fn push(&mut self, path: Box<[u8]>) {
+    fn push(&mut self, path: Arc<[u8]>) {
         if self.paths.len() < FAILURES_MAX {
             self.paths.push(path);
         } else {
@@ -302,7 +303,7 @@ impl Core {
         let Some(mut drain) = self.drains.all.remove(&id) else { return };
         if drain.once.as_ref().is_some_and(Once::is_given) {
             // A failure is told to somebody who still listens.
-            return self.give_back_failures(drain.progress);
+            return self.tell_others(drain.progress);
         }
         let progress = &mut drain.progress;
         if why.is_none() {
@@ -351,7 +352,8 @@ impl Core {
         }
     }
 
-    fn give_back_failures(&mut self, progress: Progress) {
+    /// Nobody has been told of these failures, so the next one is.
+    pub fn tell_others(&mut self, progress: Progress) {
         self.drains.untold.more += progress.failed - progress.failures.len() as u64;
         progress.failures.into_iter().for_each(|path| self.drains.untold.push(path));
     }
@@ -361,16 +363,9 @@ impl Core {
         self.drains.all.get(&id).map(|drain| &drain.progress)
     }
 
-    /// Its client does not want to know any more. What it waits for is stored all the same.
-    pub fn cancel_drain(&mut self, id: DrainId) {
-        self.end_drain(id, Some(Errno::ECANCELED));
-    }
-
-    /// Nobody is left who could be told.
-    pub fn abandon_drain(&mut self, id: DrainId) {
-        if let Some(drain) = self.drains.all.remove(&id) {
-            self.give_back_failures(drain.progress);
-        }
+    /// Nobody waits any more, and `done` is not called. What it waits for is stored all the same.
+    pub fn stop_drain(&mut self, id: DrainId) -> Option<Progress> {
+        self.drains.all.remove(&id).map(|drain| drain.progress)
     }
 
     /// Ends those whose time is over.
@@ -442,7 +437,7 @@ impl Core {
 
     /// R6: a file could not be stored. `seq` is the first entry of the publish queue that was to have it.
     pub fn tell_drains(&mut self, id: NodeId, seq: u64) {
-        let path = self.raw_path(id.idx());
+        let path: Arc<[u8]> = self.raw_path(id.idx()).into();
         let mut told = false;
         for drain in self.drains.all.values_mut() {
             let file = drain.awaited.remove(&id);
@@ -452,7 +447,7 @@ impl Core {
             }
         }
         if !told {
-            self.drains.untold.push(path.into());
+            self.drains.untold.push(path);
         }
         self.end_settled();
     }
@@ -466,8 +461,11 @@ impl Core {
                 .all
                 .get(&id)
                 .map_or_else(Vec::new, |drain| drain.awaited.keys().copied().collect());
-            let mut paths: Vec<Vec<u8>> =
-                awaited.into_iter().filter_map(|id| self.by_id(id)).map(|idx| self.raw_path(idx)).collect();
+            let mut paths: Vec<Arc<[u8]>> = awaited
+                .into_iter()
+                .filter_map(|id| self.by_id(id))
+                .map(|idx| self.raw_path(idx).into())
+                .collect();
             paths.sort_unstable();
             if let Some(drain) = self.drains.all.get_mut(&id) {
                 drain.awaited = HashMap::new();

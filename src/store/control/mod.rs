@@ -6,6 +6,7 @@
 //! true for one instant, and a lease is granted in the same (rule R11).
 
 mod classify;
+mod drains;
 mod hints;
 mod holds;
 mod leases;
@@ -52,6 +53,7 @@ pub struct State {
     names: u64,
     pub leases: Leases,
     pub(in crate::store) tickets: Tickets,
+    drains: drains::Drains,
 }
 
 impl State {
@@ -147,9 +149,9 @@ impl Core {
             Request::Query(lease, room) => self.query(id, session, *lease, *room),
             Request::Cancel(ticket) => self.ask_ticket(id, session, *ticket, true),
             Request::Ticket(ticket) => self.ask_ticket(id, session, *ticket, false),
-            Request::Prefetch(..) | Request::Drain(..) | Request::Failures(..) => {
-                Err(Errno::EOPNOTSUPP.into())
-            }
+            Request::Drain(drain, ranges) => self.drain(id, session, *drain, ranges, waits),
+            Request::Failures(failures, room) => self.failures(id, *failures, *room),
+            Request::Prefetch(..) => Err(Errno::EOPNOTSUPP.into()),
         }
     }
 
@@ -159,7 +161,7 @@ impl Core {
         let millis = |time: std::time::Duration| u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
         abi::Hello {
             header,
-            features: abi::FEATURE_LEASES,
+            features: abi::FEATURE_LEASES | abi::FEATURE_DRAIN,
             names_max: NAMES_MAX,
             names_bytes_max: abi::NAMES_BYTES_MAX,
             ranges_max: abi::RANGES_MAX,
@@ -203,7 +205,7 @@ impl Store {
 
     /// Names that came by write(2): all of them, or none.
     pub fn write_names(self: &Arc<Self>, id: SessionId, data: &[u8]) -> Result<u32, Errno> {
-        if !self.lock().is_greeted(id) {
+        if !self.is_greeted(id) {
             return Err(Errno::EOPNOTSUPP);
         }
         let list = abi::names_in_write(data)?;
@@ -261,8 +263,14 @@ impl Store {
     }
 }
 
+impl Store {
+    /// Whether a session has said HELLO. Before that, what it writes is text.
+    pub fn is_greeted(self: &Arc<Self>, id: SessionId) -> bool {
+        self.lock().is_greeted(id)
+    }
+}
+
 impl Core {
-    /// Whether a session has said HELLO.
     fn is_greeted(&self, id: SessionId) -> bool {
         self.control.sessions.get(&id).is_some_and(|session| session.greeted)
     }
