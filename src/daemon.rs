@@ -602,6 +602,8 @@ mod late_release_tests;
 #[cfg(test)]
 mod lease_tests;
 #[cfg(test)]
+mod prefetch_tests;
+#[cfg(test)]
 mod read_tests;
 #[cfg(test)]
 mod reads_fuzz;

@@ -20,6 +20,7 @@ use super::parts::{blocks_of, merged};
 use super::tickets::Progress;
 use crate::abi;
 use crate::l2::Class;
+use crate::store::change::Needs;
 use crate::store::core::Core;
 use crate::store::hot::{Block, block_len};
 use crate::store::lists::Droppable;
@@ -362,6 +363,10 @@ impl Core {
             match self.look(&piece) {
                 Found::There | Found::Gone(_) => {}
                 Found::Coming => fetch.coming.push(piece),
+                Found::Lacks if self.is_waited_for(piece.node) => {
+                    fetch.todo.push_front(piece);
+                    return false;
+                }
                 Found::Lacks => {
                     let complete = self.read_piece(&mut piece)
                         || (self.make_others_yield(id) && self.read_piece(&mut piece));
@@ -378,6 +383,11 @@ impl Core {
                 }
             }
         }
+    }
+
+    /// A change waits until nothing of a sealed file is being read. It shall not wait for all of a hint.
+    fn is_waited_for(&self, node: NodeId) -> bool {
+        self.waiters.iter().any(|waiter| waiter.id == node && waiter.waits_for == Needs::Block)
     }
 
     /// Those that began later let go of what they hold, for what began before them. Whether any held something.
