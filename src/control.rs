@@ -36,6 +36,7 @@ enum File {
     Version,
     Events,
     Leases,
+    Hints,
     /// What is asked of it by ioctl belongs to the handle.
     Lease,
     Prefetch,
@@ -48,7 +49,7 @@ impl File {
     }
 }
 
-const FILES: [(&str, File); 10] = [
+const FILES: [(&str, File); 11] = [
     ("status", File::Status),
     ("stats", File::Stats),
     ("metrics", File::Metrics),
@@ -56,6 +57,7 @@ const FILES: [(&str, File); 10] = [
     ("version", File::Version),
     ("events", File::Events),
     ("leases", File::Leases),
+    ("hints", File::Hints),
     ("lease", File::Lease),
     ("prefetch", File::Prefetch),
     ("drain", File::Drain),
@@ -240,6 +242,7 @@ impl Control {
             File::Config => self.config.clone(),
             File::Version => format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")),
             File::Leases => self.store.leases_text(caller.uid),
+            File::Hints => self.store.hints_text(caller.uid),
             File::Events | File::Lease | File::Prefetch | File::Drain => String::new(),
         };
         Some(Ok(Opened { file, text: text.into_bytes(), from: OnceLock::new(), session }))
@@ -248,17 +251,35 @@ impl Control {
     /// What a client writes to a control file.
     pub fn write(&self, opened: &Opened, data: &[u8], reply: WriteReply) {
         match opened.session {
-            Some(session) if opened.file == File::Drain && !self.store.is_greeted(session) => {
-                self.drain(session, data, reply);
-            }
-            Some(session) => reply(self.store.write_names(session, data)),
+            Some(session) if self.store.is_greeted(session) => reply(self.store.write_names(session, data)),
+            Some(session) => self.write_text(opened.file, session, data, reply),
             None => reply(Err(Errno::EPERM)),
         }
     }
 
+    /// What a person writes to a handle.
+    fn write_text(&self, file: File, session: SessionId, text: &[u8], reply: WriteReply) {
+        match file {
+            File::Prefetch => reply(self.prefetch(session, text)),
+            File::Drain => self.drain(session, text, reply),
+            _ => reply(Err(Errno::EOPNOTSUPP)),
+        }
+    }
+
+    /// `echo PATH... > .ctl/prefetch`, answered at once.
+    fn prefetch(&self, session: SessionId, text: &[u8]) -> Result<u32, Errno> {
+        let paths = self.paths(&words::words(text)?)?;
+        self.store.prefetch_paths(session, &paths)?;
+        u32::try_from(text.len()).map_err(|_| Errno::E2BIG)
+    }
+
+    fn paths(&self, words: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, Errno> {
+        words.iter().map(|word| words::path(word, &self.mountpoint)).collect()
+    }
+
     /// `echo [timeout=SECONDS] [PATH...] > .ctl/drain`, answered when it is done.
-    fn drain(&self, session: SessionId, data: &[u8], reply: WriteReply) {
-        let asked = words::words(data).and_then(|mut words| {
+    fn drain(&self, session: SessionId, text: &[u8], reply: WriteReply) {
+        let asked = words::words(text).and_then(|mut words| {
             let timeout = match words.first().and_then(|word| word.strip_prefix(b"timeout=")) {
                 Some(seconds) => {
                     let seconds = std::str::from_utf8(seconds).ok().and_then(|text| text.parse().ok());
@@ -268,23 +289,16 @@ impl Control {
                 }
                 None => None,
             };
-            Ok((timeout.filter(|timeout| !timeout.is_zero()), words))
+            Ok((timeout.filter(|timeout| !timeout.is_zero()), self.paths(&words)?))
         });
-        let len = data.len() as u32;
+        let len = text.len() as u32;
         match asked {
-            Ok((timeout, words)) => {
-                let paths = words.iter().map(|word| self.in_mount(word).to_vec()).collect();
+            Ok((timeout, paths)) => {
                 let reply = Box::new(move |ended: Result<(), Errno>| reply(ended.map(|()| len)));
                 self.store.drain_paths(session, paths, timeout, reply);
             }
             Err(errno) => reply(Err(errno)),
         }
-    }
-
-    /// A path as the root of the mount sees it, which people may have from outside.
-    fn in_mount<'p>(&self, path: &'p [u8]) -> &'p [u8] {
-        let inside = path.strip_prefix(&self.mountpoint[..]);
-        inside.filter(|rest| rest.is_empty() || rest.starts_with(b"/")).unwrap_or(path)
     }
 
     /// The last descriptor of a control file is closed.
@@ -422,6 +436,19 @@ impl Control {
             s.waiting_for_leases
         ));
         line(format_args!(
+            "hints: running {}   queued {}   asked {}   in L1 {}   done {}   denied {}   cancelled {}   failed {}   brought {} (unread {})",
+            s.hints_running,
+            s.hints_queued,
+            c.hints,
+            c.hints_bypassed,
+            c.hints_done,
+            c.hints_denied(),
+            c.hints_cancelled,
+            c.hints_failed,
+            Bytes(c.hint_bytes).approx(),
+            Bytes(c.hint_unread_bytes).approx()
+        ));
+        line(format_args!(
             "errors: checksum {}   read {}   store {}   no space {}   timeouts {}   discarded {}",
             c.crc_errors, c.read_errors, c.store_failures, c.no_space, c.timeouts, c.discarded
         ));
@@ -513,6 +540,9 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("leases", s.leases, "Leases."),
         gauge("leased_bytes", s.leased_bytes, "Memory that leases hold in L1."),
         gauge("lease_capacity_bytes", s.lease_max_bytes, "Memory that leases may hold."),
+        gauge("lease_aside_bytes", s.lease_aside_bytes, "Of this, memory set aside for hints that run."),
+        gauge("hints_running", s.hints_running, "Windows that are being brought to L1."),
+        gauge("hints_queued", s.hints_queued, "Windows that wait until others have been."),
         gauge("waiting_bytes", s.waiting_bytes, "Bytes that the daemon holds of writes that wait."),
         gauge("promotions_in_flight", c.promoting, "Groups of blocks on their way from the devices."),
         gauge("device_in_flight", engines(|g| g.outstanding()), "Transfers that devices are working on."),
@@ -597,6 +627,42 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         ),
         counter("leases_expired", c.leases_expired, "Leases that ended since their time to live was over."),
         counter("leases_closed", c.leases_closed, "Leases that ended with the handle of their last holder."),
+        counter("hints", c.hints, "Windows that were asked to be brought to L1."),
+        counter("hints_bypassed", c.hints_bypassed, "Windows that were in L1 when that was asked."),
+        counter("hints_joined", c.hints_joined, "Windows some of which was on its way already."),
+        counter("hints_done", c.hints_done, "Windows that were brought to L1."),
+        counter("hints_failed", c.hints_failed, "Windows that could not be brought to L1."),
+        counter("hints_cancelled", c.hints_cancelled, "Windows that were given up before they were in L1."),
+        counter("hints_denied_off", c.hints_denied_off, "Windows denied since none is prefetched."),
+        counter(
+            "hints_denied_busy",
+            c.hints_denied_busy,
+            "Windows denied since too many waited, or somebody was writing.",
+        ),
+        counter("hints_denied_room", c.hints_denied_room, "Windows denied for what L1 or leases may hold."),
+        counter(
+            "hints_denied_count",
+            c.hints_denied_count,
+            "Windows denied for how many tickets or leases there may be.",
+        ),
+        counter(
+            "hints_denied_deadline",
+            c.hints_denied_deadline,
+            "Windows whose deadline passed before their turn.",
+        ),
+        counter("hints_denied_ranges", c.hints_denied_ranges, "Windows denied for what they named."),
+        counter("hint_bytes", c.hint_bytes, "Bytes brought to L1 for hints."),
+        counter(
+            "hint_unread_bytes",
+            c.hint_unread_bytes,
+            "Of these, bytes that left L1 without having been read.",
+        ),
+        counter(
+            "promotions_discarded",
+            c.promotions_discarded,
+            "Blocks that came from L2 when something newer had taken their place.",
+        ),
+        counter("promotions_failed", c.promotions_failed, "Blocks that could not be brought from L2."),
         counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
         counter("fsync_timeouts", c.fsync_timeouts, "Of these, fsyncs and drains."),
         counter("drains", c.drains, "Drains that were asked for by ioctl or text, or when the daemon stops."),

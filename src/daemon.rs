@@ -319,6 +319,9 @@ impl Daemon {
             lease_max_bytes: config.lease_max.0,
             lease_client_max_bytes: config.lease_client_max.0,
             lease_ttl_max: config.lease_ttl_max,
+            prefetch_window: config.prefetch_window,
+            prefetch_window_bytes: config.prefetch_window_bytes.0,
+            prefetch_queue: config.prefetch_queue,
         };
         let Recovered { tree, allocators, by_recency, dropped, refused, .. } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
@@ -619,6 +622,8 @@ mod in_flight_tests;
 mod late_release_tests;
 #[cfg(test)]
 mod lease_tests;
+#[cfg(test)]
+mod prefetch_tests;
 #[cfg(test)]
 mod read_tests;
 #[cfg(test)]

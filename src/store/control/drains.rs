@@ -208,7 +208,8 @@ impl Core {
             return Ok(Scope::All);
         }
         let session = self.control.sessions.get(&id).ok_or(Errno::EBADF)?;
-        let parts = paths.iter().map(|path| self.find_path(&session.who, path, waits));
+        let who = &session.who;
+        let parts = paths.iter().map(|path| self.find_path(who, path).and_then(|idx| self.read_by(who, idx)));
         Ok(Scope::Of(parts.collect::<Result<_, _>>()?))
     }
 }

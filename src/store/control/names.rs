@@ -216,26 +216,8 @@ impl Core {
         Ok(self.read_by(&session.who, idx)?)
     }
 
-    /// What a path from the root leads to: a file or a directory that `who` may read.
-    pub(super) fn find_path(&self, who: &Who, path: &[u8], waits: Waits) -> Result<Idx, Miss> {
-        let mut parts: Vec<&[u8]> =
-            path.split(|byte| *byte == b'/').filter(|part| !matches!(*part, b"" | b".")).collect();
-        if parts.contains(&&b".."[..]) {
-            return Err(Errno::EINVAL.into());
-        }
-        let Some(last) = parts.pop() else { return Ok(self.read_by(who, ROOT)?) };
-        let parent = self.walk(who, parts.into_iter())?;
-        if !waits.are_over
-            && let Some(idx) = self.being_released(parent, last)
-        {
-            return Err(Miss::Releasing(idx));
-        }
-        let idx = self.tree.child(parent, last).ok_or(Errno::ENOENT)?;
-        Ok(self.read_by(who, idx)?)
-    }
-
     /// Checks that `who` may read a file or directory.
-    fn read_by(&self, who: &Who, idx: Idx) -> Result<Idx, Errno> {
+    pub(super) fn read_by(&self, who: &Who, idx: Idx) -> Result<Idx, Errno> {
         match self.node(idx).kind() {
             Kind::Symlink => Err(Errno::ELOOP),
             _ if self.may(who, idx, 4) => Ok(idx),
@@ -273,6 +255,16 @@ impl Core {
         let node = idx.map(|idx| self.id(idx));
         *found = Some(Found { directories, parent: Ok(parent), node });
         Ok(idx.ok_or(Errno::ENOENT)?)
+    }
+
+    /// What a path from the root leads to.
+    pub(super) fn find_path(&self, who: &Who, path: &[u8]) -> Result<Idx, Errno> {
+        let (parts, last) = split(&[], path);
+        let dir = self.walk(who, parts)?;
+        if last.is_empty() {
+            return Ok(dir);
+        }
+        self.tree.child(dir, last).ok_or(Errno::ENOENT)
     }
 
     /// The file that ID named. Who cannot reach it by its name any more could once: it is what it is open for.
