@@ -374,8 +374,8 @@ fn may_fail_with(nr: u32) -> &'static [Errno] {
         9 => &[Errno::ENOENT, Errno::EINVAL, Errno::EOPNOTSUPP],
         10 => &[Errno::ENOENT, Errno::ETIME, Errno::EINVAL, Errno::EBUSY, Errno::EMFILE],
         13 | 14 => &[Errno::ENOENT],
-        // Not yet.
-        15 | 16 => &[Errno::EOPNOTSUPP],
+        15 => &[Errno::EMFILE],
+        16 => &[Errno::ENOENT],
         _ => &[],
     }
 }

@@ -29,7 +29,7 @@ fn hello_tells_the_limits_and_comes_first() {
     for path in HANDLES {
         let ctl = Ctl::open(&mount.at(path));
         assert_eq!(ctl.lookup(&[node(1)]).unwrap_err(), Errno::EPROTO, "before HELLO");
-        let text = if path == ".ctl/prefetch" { Errno::ENOENT } else { Errno::EOPNOTSUPP };
+        let text = if path == ".ctl/lease" { Errno::EOPNOTSUPP } else { Errno::ENOENT };
         assert_eq!(errno((&ctl.0).write(&names_message(None, &["a"]))), text, "before it, this is text");
         let hello = ctl.hello().unwrap();
         assert_eq!(hello.header.version, abi::VERSION);
@@ -247,7 +247,7 @@ def ioctl(nr, data):
     data = bytearray(data)
     fcntl.ioctl(ctl, 3 << 30 | len(data) << 16 | 0x4b00 | nr, data)
     return data
-ioctl(1, struct.pack("HHI", 1, 0, 0) + bytes(64))
+ioctl(1, struct.pack("HHI", 1, 0, 0) + bytes(80))
 def lookup(id, generation, kind):
     data = struct.pack("HHIQII", 1, 0, 1, 0, 0, 0) + struct.pack("QQQIBBH", id, 0, 0, generation, kind, 0, 0)
     return struct.unpack_from("i", ioctl(6, data), 24)[0]

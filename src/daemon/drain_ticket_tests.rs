@@ -228,12 +228,11 @@ fn a_write_is_answered_when_its_drain_has_ended() {
         told
     };
     hold(&rig, &["lost", "kept"]);
-    let (all, kept) = (write(&[], None), write(&["/kept", "./kept"], None));
+    let (all, kept) = (write(&[], None), write(&["kept", "/kept"], None));
     let late = write(&[], Some(Duration::from_millis(1)));
     assert_eq!(late.recv().unwrap(), Err(Errno::ETIMEDOUT));
     assert_eq!(write(&["kept", "none"], None).recv().unwrap(), Err(Errno::ENOENT));
     assert_eq!(write(&["kept/none"], None).recv().unwrap(), Err(Errno::ENOTDIR));
-    assert_eq!(write(&["a/../kept"], None).recv().unwrap(), Err(Errno::EINVAL));
     rig.faults.fail_next(Direction::Write, 1, libc::EIO);
     rig.faults.release_some(Class::WriteBack, 1);
     assert!(all.try_recv().is_err() && kept.try_recv().is_err());
