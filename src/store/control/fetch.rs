@@ -6,7 +6,8 @@
 //!
 //! What is in L1 of a window that runs is *held*: it does not leave until the hint ends. Memory is taken for each piece before
 //! it is read. Who finds none waits for it, and those who began later take none meanwhile; what they hold they let go of, if
-//! it is needed, and read it again later. So whoever began first waits for nobody who waits for it.
+//! it is needed, and read it again later. So whoever began first waits for nobody who waits for it. A reader or writer
+//! who finds no other memory takes what hints hold, those that began last first.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -254,11 +255,13 @@ impl Core {
             blocks.map(|index| block_len(size, index) as u64).sum()
         };
         let before = loading(self);
+        self.control.hints.filling = true;
         let complete = self.load_blocks_as(
             idx,
             piece.blocks.start as usize..piece.blocks.end as usize,
             Class::Promotion,
         );
+        self.control.hints.filling = false;
         let has_slab = self.hot(idx).is_some_and(|hot| hot.slab.is_some());
         // All of a file comes with its slab.
         let begun = if has_slab && !had_slab { size } else { loading(self) - before };
@@ -340,6 +343,9 @@ impl Core {
             return None;
         }
         if !self.is_all_in_l1(&window) {
+            if let Some(errno) = hint.wants.iter().find_map(|want| self.wrong_with(want)) {
+                return Some(failed(errno, 1));
+            }
             // Somebody wrote over some of it, and that left, or another version has it now.
             self.scan(fetch, &hint.wants);
             fetch.short = self.fill(id, fetch).then_some(now);
@@ -383,6 +389,26 @@ impl Core {
                 }
             }
         }
+    }
+
+    /// The hint that began last lets go of what it holds, for a reader or a writer: hints never hurt. Whether one did.
+    pub fn make_a_hint_yield(&mut self) -> bool {
+        let hints = &mut self.control.hints;
+        if hints.filling {
+            // It is a hint itself that wants memory.
+            return false;
+        }
+        let held = hints.running.iter().rev().find_map(|id| {
+            let fetch = hints.all.get_mut(id)?.fetch.as_mut()?;
+            if fetch.yielded {
+                return None;
+            }
+            fetch.yielded = true;
+            Some(std::mem::take(&mut fetch.held))
+        });
+        let any = held.is_some();
+        self.let_go_for_hint(held.unwrap_or_default());
+        any
     }
 
     /// A change waits until nothing of a sealed file is being read. It shall not wait for all of a hint.
