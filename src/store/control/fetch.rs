@@ -59,7 +59,7 @@ pub(super) struct Fetch {
     held: Vec<(NodeId, Vec<Range<u32>>)>,
     /// It has let go of them for one that began before it.
     yielded: bool,
-    /// Since when it has found no memory.
+    /// Since when it has found no memory at all.
     short: Option<Instant>,
 }
 
@@ -323,12 +323,16 @@ impl Core {
         }
         if !may_take {
             // It takes nothing now, and what it has somebody needs who began before it.
+            fetch.short = None;
             return None;
         }
         if fetch.yielded {
             self.scan(fetch, &hint.wants);
         }
-        fetch.short = self.fill(id, fetch).then(|| fetch.short.unwrap_or(now));
+        let begun = self.counters.hint_bytes;
+        let short = self.fill(id, fetch);
+        let waited = fetch.short.filter(|_| self.counters.hint_bytes == begun);
+        fetch.short = short.then(|| waited.unwrap_or(now));
         if fetch.short.is_some_and(|since| since + self.settings.request_deadline <= now) {
             return Some(failed(Errno::ENOSPC, 0));
         }

@@ -74,6 +74,8 @@ pub struct Hints {
     /// In the order in which they began.
     pub(super) running: Vec<u64>,
     deadlines: BTreeSet<(Instant, u64)>,
+    /// One of them waits for memory.
+    short: bool,
     /// Memory is being taken for one of them right now.
     pub(super) filling: bool,
 }
@@ -100,6 +102,11 @@ impl Core {
     /// Something has come, or was given back, of which a hint may make use.
     pub fn kick_hints(&mut self) {
         self.wakes.hints |= !self.control.hints.all.is_empty();
+    }
+
+    /// Memory has become free, or can.
+    pub fn room_for_hints(&mut self) {
+        self.wakes.hints |= self.control.hints.short;
     }
 
     /// Whether the window has a place for what brings `brings` bytes.
@@ -242,6 +249,7 @@ impl Core {
             for id in self.control.hints.running.clone() {
                 short |= self.advance_hint(id, short, now);
             }
+            self.control.hints.short = short;
             if self.control.hints.all.len() == before {
                 break;
             }
