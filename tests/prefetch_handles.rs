@@ -5,7 +5,6 @@ mod common;
 
 use std::fs::{self, OpenOptions};
 use std::io::Read;
-use std::os::fd::AsFd;
 use std::process::{Command, Stdio};
 
 use common::ctl::{Ctl, named};
@@ -13,8 +12,7 @@ use common::run::wait_until;
 use common::{Mount, Options, bytes, memory_only};
 use kvcachefs::abi::{self, TicketState};
 use nix::errno::Errno;
-use nix::poll::{PollFlags, PollTimeout};
-use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+use nix::poll::PollFlags;
 
 const SIZE: usize = 4 << 20;
 /// Longer than anything takes that does not hang.
@@ -89,23 +87,27 @@ fn epoll_is_woken_whether_by_level_or_by_edge() {
     if memory_only() {
         return;
     }
-    for edge in [EpollFlags::empty(), EpollFlags::EPOLLET] {
-        let (mount, names) = cold(Options::default(), 3);
-        let ctl = open(&mount);
-        let epoll = Epoll::new(EpollCreateFlags::empty()).unwrap();
-        epoll.add(ctl.0.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN | edge, 7)).unwrap();
-        let mut events = [EpollEvent::empty()];
-        assert_eq!(epoll.wait(&mut events, PollTimeout::ZERO).unwrap(), 0);
-        for range in ranges(&ctl, &names) {
-            let head = ctl.prefetch(abi::PREFETCH_LEASE, &[range]);
-            assert_ne!(head.ticket, 0);
-            assert_eq!(epoll.wait(&mut events, PollTimeout::from(LONG)).unwrap(), 1, "nobody woke it");
-            assert_eq!(events[0].data(), 7);
-            let end = ctl.ends(8).unwrap();
-            assert_eq!((end.len(), end[0].state), (1, abi::TICKET_DONE), "{end:?}");
-            assert!(end[0].lease > 0 && end[0].ttl_ms == 60_000);
-            assert_eq!(ctl.release(end[0].lease).unwrap().state, abi::LEASE_GONE);
-        }
+    for edge in ["0", "select.EPOLLET"] {
+        let (mount, _) = cold(Options::default(), 3);
+        let script = format!(
+            "import fcntl, os, select\n{}\n\
+             fd = ctl_open()\n\
+             epoll = select.epoll()\n\
+             epoll.register(fd, select.EPOLLIN | {edge})\n\
+             assert epoll.poll(0) == []\n\
+             for at in range(3):\n    \
+                 data = struct.pack('HHI', 1, 1, 1) + bytes(104) + ctl_range(fd, 'f%d' % at)\n    \
+                 ctl_ioctl(fd, 12, data)\n    \
+                 woken = epoll.poll({LONG} / 1000)\n    \
+                 assert woken == [(fd, select.EPOLLIN)], woken\n    \
+                 end = os.read(fd, 4096)\n    \
+                 assert len(end) == 64 and end[60] == 3, end\n    \
+                 assert ctl_release(fd, struct.unpack_from('Q', end, 16)[0])[3] == 1\n",
+            common::ctl::PYTHON
+        );
+        let output =
+            Command::new("python3").args(["-c", &script]).current_dir(mount.path()).output().unwrap();
+        assert!(output.status.success(), "edge {edge}: {}", String::from_utf8_lossy(&output.stderr));
         mount.check_quiet();
     }
 }

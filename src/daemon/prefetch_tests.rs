@@ -668,3 +668,63 @@ fn a_writer_does_not_wait_behind_a_hint() {
     assert_nothing_left(&rig);
     rig.stop();
 }
+
+/// R7, R13: what hints hold is for readers and writers, if there is nothing else; the hint brings it again.
+#[test]
+fn hints_let_go_of_what_others_need() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["k0", "k1", "k2", "k3", "a", "b"];
+    let options = "lease_max=60MiB,lease_client_max=60MiB,chunk_reserve=2MiB,prefetch_window=1";
+    let rig = cold_with(dir.path(), options, &names, 12 << 20);
+    let session = Session::new(&rig);
+    let keep: Vec<abi::Range> = names[..4].iter().map(|name| file(&rig, name)).collect();
+    session.begin(LEASED, &keep);
+    let lease = session.end().lease;
+    // It holds all that is left, and wants more.
+    let ticket = session.begin(PLAIN, &[file(&rig, "a"), file(&rig, "b")]);
+    rig.wait(|| rig.store().snapshot().hints_running == 1 && is_quiet(&rig));
+    let held = rig.store().snapshot().pool;
+    assert!(held.used_slabs + held.used_chunks > 58 << 20, "{held:?}");
+    rig.write("written", &vec![3; 10 << 20]);
+    assert_eq!(rig.drain(), Ok(()));
+    assert_eq!(rig.read(rig.find("written").unwrap(), 10 << 20), Ok(vec![3; 10 << 20]));
+    assert_eq!(rig.store().snapshot().counters.timeouts, 0);
+    assert_eq!(rig.store().snapshot().leases, 1);
+    session.release(lease);
+    assert_end(&session.end(), ticket, abi::TICKET_DONE, 0);
+    assert_eq!(session.classify(0, 0, &[file(&rig, "a"), file(&rig, "b")]).0.tier, abi::TIER_L1);
+    drop(session);
+    assert_nothing_left(&rig);
+    rig.stop();
+}
+
+/// What is written over while a lease is wanted is leased as it is then, whatever L1 had to give up meanwhile.
+#[test]
+fn what_was_written_over_is_leased_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = cold_slots(dir.path(), "s");
+    rig.write("other", &[7; SIZE]);
+    assert_eq!(rig.drain(), Ok(()));
+    rig.store().with(|core| while core.drop_some(crate::store::node::NONE) {});
+    let session = Session::new(&rig);
+    let handle = open(&rig, "s", libc::O_RDWR);
+    assert_eq!(write(&rig, &handle, 3 * BLOCK, &[5; BLOCK as usize]).recv().unwrap(), Ok(BLOCK as u32));
+    rig.faults.hold(Class::Promotion);
+    let window = [blocks(handle.id.0, 0, 2), file(&rig, "other")];
+    let ticket = session.begin(LEASED, &window);
+    rig.faults.release_some(Class::Promotion, 1);
+    assert_eq!(write(&rig, &handle, 0, &[6; BLOCK as usize]).recv().unwrap(), Ok(BLOCK as u32));
+    assert_eq!(rig.drain(), Ok(()));
+    // Somebody needs all that L1 can give, and gets what the hint holds too.
+    rig.store().with(|core| while core.drop_some(crate::store::node::NONE) {});
+    rig.faults.release(Class::Promotion);
+    let end = session.end();
+    assert_end(&end, ticket, abi::TICKET_DONE, 0);
+    assert_eq!(session.classify(0, 0, &window).0.tier, abi::TIER_L1);
+    assert_eq!(read(&rig, &handle, 0, 10).recv().unwrap(), Ok(vec![6; 10]));
+    rig.store().release(&handle);
+    drop(session);
+    assert_eq!(rig.drain(), Ok(()));
+    assert_nothing_left(&rig);
+    rig.stop();
+}

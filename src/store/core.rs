@@ -642,7 +642,7 @@ impl Core {
         if droppable && !listed {
             self.droppable.push_front::<Droppable>(&mut self.tree.nodes, idx);
             self.wakes.admission |= !self.waiters.is_empty();
-            self.kick_hints();
+            self.room_for_hints();
         } else if !droppable && listed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
         }

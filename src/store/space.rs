@@ -59,18 +59,22 @@ impl Core {
         if self.settings.memory_only {
             return self.settings.evict && self.evict_file_but(keep);
         }
-        let mut at = self.droppable.back;
-        let mut looked = 0;
-        while at != NONE && looked < SEARCH_MAX {
-            let next = Ends::towards_front::<super::lists::Droppable>(&mut self.tree.nodes, at);
-            if at != keep && self.may_drop(at) {
-                self.drop_residency(at);
-                return true;
+        loop {
+            let mut at = self.droppable.back;
+            let mut looked = 0;
+            while at != NONE && looked < SEARCH_MAX {
+                let next = Ends::towards_front::<super::lists::Droppable>(&mut self.tree.nodes, at);
+                if at != keep && self.may_drop(at) {
+                    self.drop_residency(at);
+                    return true;
+                }
+                at = next;
+                looked += 1;
             }
-            at = next;
-            looked += 1;
+            if !self.make_a_hint_yield() {
+                return false;
+            }
         }
-        false
     }
 
     /// Whether L1 may drop some of the file right now.

@@ -6,7 +6,8 @@
 //!
 //! What is in L1 of a window that runs is *held*: it does not leave until the hint ends. Memory is taken for each piece before
 //! it is read. Who finds none waits for it, and those who began later take none meanwhile; what they hold they let go of, if
-//! it is needed, and read it again later. So whoever began first waits for nobody who waits for it.
+//! it is needed, and read it again later. So whoever began first waits for nobody who waits for it. A reader or writer
+//! who finds no other memory takes what hints hold, those that began last first.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -58,7 +59,7 @@ pub(super) struct Fetch {
     held: Vec<(NodeId, Vec<Range<u32>>)>,
     /// It has let go of them for one that began before it.
     yielded: bool,
-    /// Since when it has found no memory.
+    /// Since when it has found no memory at all.
     short: Option<Instant>,
 }
 
@@ -254,11 +255,13 @@ impl Core {
             blocks.map(|index| block_len(size, index) as u64).sum()
         };
         let before = loading(self);
+        self.control.hints.filling = true;
         let complete = self.load_blocks_as(
             idx,
             piece.blocks.start as usize..piece.blocks.end as usize,
             Class::Promotion,
         );
+        self.control.hints.filling = false;
         let has_slab = self.hot(idx).is_some_and(|hot| hot.slab.is_some());
         // All of a file comes with its slab.
         let begun = if has_slab && !had_slab { size } else { loading(self) - before };
@@ -320,12 +323,16 @@ impl Core {
         }
         if !may_take {
             // It takes nothing now, and what it has somebody needs who began before it.
+            fetch.short = None;
             return None;
         }
         if fetch.yielded {
             self.scan(fetch, &hint.wants);
         }
-        fetch.short = self.fill(id, fetch).then(|| fetch.short.unwrap_or(now));
+        let begun = self.counters.hint_bytes;
+        let short = self.fill(id, fetch);
+        let waited = fetch.short.filter(|_| self.counters.hint_bytes == begun);
+        fetch.short = short.then(|| waited.unwrap_or(now));
         if fetch.short.is_some_and(|since| since + self.settings.request_deadline <= now) {
             return Some(failed(Errno::ENOSPC, 0));
         }
@@ -340,6 +347,9 @@ impl Core {
             return None;
         }
         if !self.is_all_in_l1(&window) {
+            if let Some(errno) = hint.wants.iter().find_map(|want| self.wrong_with(want)) {
+                return Some(failed(errno, 1));
+            }
             // Somebody wrote over some of it, and that left, or another version has it now.
             self.scan(fetch, &hint.wants);
             fetch.short = self.fill(id, fetch).then_some(now);
@@ -383,6 +393,26 @@ impl Core {
                 }
             }
         }
+    }
+
+    /// The hint that began last lets go of what it holds, for a reader or a writer: hints never hurt. Whether one did.
+    pub fn make_a_hint_yield(&mut self) -> bool {
+        let hints = &mut self.control.hints;
+        if hints.filling {
+            // It is a hint itself that wants memory.
+            return false;
+        }
+        let held = hints.running.iter().rev().find_map(|id| {
+            let fetch = hints.all.get_mut(id)?.fetch.as_mut()?;
+            if fetch.yielded {
+                return None;
+            }
+            fetch.yielded = true;
+            Some(std::mem::take(&mut fetch.held))
+        });
+        let any = held.is_some();
+        self.let_go_for_hint(held.unwrap_or_default());
+        any
     }
 
     /// A change waits until nothing of a sealed file is being read. It shall not wait for all of a hint.

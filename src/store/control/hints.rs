@@ -74,6 +74,10 @@ pub struct Hints {
     /// In the order in which they began.
     pub(super) running: Vec<u64>,
     deadlines: BTreeSet<(Instant, u64)>,
+    /// One of them waits for memory.
+    short: bool,
+    /// Memory is being taken for one of them right now.
+    pub(super) filling: bool,
 }
 
 impl Hints {
@@ -98,6 +102,11 @@ impl Core {
     /// Something has come, or was given back, of which a hint may make use.
     pub fn kick_hints(&mut self) {
         self.wakes.hints |= !self.control.hints.all.is_empty();
+    }
+
+    /// Memory has become free, or can.
+    pub fn room_for_hints(&mut self) {
+        self.wakes.hints |= self.control.hints.short;
     }
 
     /// Whether the window has a place for what brings `brings` bytes.
@@ -232,20 +241,19 @@ impl Core {
 
     /// Goes on with all hints as far as is possible now.
     pub fn advance_hints(&mut self, now: Instant) {
-        self.wakes.hints = false;
         self.end_late_hints(now);
-        let mut short = false;
-        for id in self.control.hints.running.clone() {
-            short |= self.advance_hint(id, short, now);
-        }
-        while let Some(begun) = {
-            let before = self.control.hints.running.len();
+        loop {
+            let before = self.control.hints.all.len();
             self.begin_hints();
-            self.control.hints.running.get(before..).map(<[u64]>::to_vec).filter(|begun| !begun.is_empty())
-        } {
-            for id in begun {
+            let mut short = false;
+            for id in self.control.hints.running.clone() {
                 short |= self.advance_hint(id, short, now);
             }
+            self.control.hints.short = short;
+            if self.control.hints.all.len() == before {
+                break;
+            }
+            // Where one has ended there is room for others.
         }
         self.wakes.hints = false;
     }
