@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 
 use nix::errno::Errno;
 
-use super::stand_in_tests::{after_a_crash, open, rename, write};
+use super::stand_in_tests::{after_a_crash, begin_drain, open, rename, write};
 use super::tests::Rig;
 use super::*;
 use crate::l2::{Class, Direction};
@@ -119,6 +119,30 @@ fn what_is_published_later_is_not_waited_for() {
     rig.faults.release(Class::WriteBack);
     let at = rig.store().snapshot();
     assert_eq!((at.drains_waiting, at.counters.drains, at.counters.drained_files), (0, 1, 2));
+    rig.stop();
+}
+
+#[test]
+fn what_is_published_later_and_fails_is_for_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = Rig::start(dir.path());
+    rig.faults.hold(Class::WriteBack);
+    rig.write("one", &[1; SIZE]);
+    held(&rig, 1);
+    let (drain, plain) = (Drained::all(&rig), begin_drain(&rig));
+    rig.write("later", &[2; SIZE]);
+    held(&rig, 2);
+    rig.faults.hold_syncs();
+    rig.faults.release_some(Class::WriteBack, 1);
+    rig.faults.wait_for_sync();
+    rig.faults.fail_next(Direction::Write, 1, libc::EIO);
+    rig.faults.release(Class::WriteBack);
+    rig.wait(|| rig.store().snapshot().counters.store_failures == 1);
+    rig.faults.release_syncs();
+    drain.assert_done(1, SIZE);
+    assert_eq!(plain.recv().unwrap(), Ok(()));
+    let (ended, progress) = Drained::all(&rig).end();
+    assert_eq!((ended, progress.failures), (Err(Errno::EIO), vec![b"later".as_slice().into()]));
     rig.stop();
 }
 
