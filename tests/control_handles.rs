@@ -247,7 +247,7 @@ def ioctl(nr, data):
     data = bytearray(data)
     fcntl.ioctl(ctl, 3 << 30 | len(data) << 16 | 0x4b00 | nr, data)
     return data
-ioctl(1, struct.pack("HHI", 1, 0, 0) + bytes(64))
+ioctl(1, struct.pack("HHI", 1, 0, 0) + bytes(80))
 def lookup(id, generation, kind):
     data = struct.pack("HHIQII", 1, 0, 1, 0, 0, 0) + struct.pack("QQQIBBH", id, 0, 0, generation, kind, 0, 0)
     return struct.unpack_from("i", ioctl(6, data), 24)[0]
