@@ -728,3 +728,52 @@ fn what_was_written_over_is_leased_as_it_is() {
     assert_nothing_left(&rig);
     rig.stop();
 }
+
+#[test]
+fn what_has_come_stays_while_the_rest_comes() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = cold(dir.path(), &["f", "g", "other"]);
+    let session = Session::new(&rig);
+    rig.faults.hold(Class::Promotion);
+    let ticket = session.begin(PLAIN, &[file(&rig, "f"), file(&rig, "g")]);
+    let tier = |name: &str| session.classify(0, 0, &[file(&rig, name)]).0.tier;
+    rig.faults.release_some(Class::Promotion, 1);
+    rig.wait(|| tier("f") == abi::TIER_L1);
+    let ino = rig.find("other").unwrap();
+    assert_eq!(rig.read(ino, SIZE), Ok(vec![1; SIZE]));
+    // It was used later than the other, and leaves all the same. A reader is answered before it lets go.
+    rig.wait(|| rig.store().with(|core| core.may_drop(crate::store::node::NodeId(ino).idx())));
+    assert!(rig.store().with(|core| core.drop_some(crate::store::node::NONE)));
+    assert_eq!((tier("f"), tier("other")), (abi::TIER_L1, abi::TIER_L2));
+    rig.faults.release(Class::Promotion);
+    assert_end(&session.end(), ticket, abi::TICKET_DONE, 0);
+    drop(session);
+    assert_nothing_left(&rig);
+    rig.stop();
+}
+
+/// One holds what the other lacks, and wants more itself: that which began first gets it, and then the other.
+#[test]
+fn two_hints_do_not_wait_for_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["k0", "k1", "a", "b", "c", "d", "e"];
+    let options = "prefetch_window=2,prefetch_window_bytes=63MiB,chunk_reserve=2MiB";
+    let rig = cold_with(dir.path(), options, &names, 12 << 20);
+    let session = Session::new(&rig);
+    let ranges: Vec<abi::Range> = names.iter().map(|name| file(&rig, name)).collect();
+    session.begin(LEASED, &ranges[..2]);
+    session.end();
+    rig.faults.hold(Class::Promotion);
+    let first = session.begin(PLAIN, &ranges[2..5]);
+    let second = session.begin(PLAIN, &ranges[5..]);
+    assert_eq!(rig.store().snapshot().hints_running, 2);
+    rig.faults.release(Class::Promotion);
+    // Nobody gives anything back meanwhile.
+    let ends = session.wait_for(2);
+    assert_end(&ends[0], first, abi::TICKET_DONE, 0);
+    assert_end(&ends[1], second, abi::TICKET_DONE, 0);
+    assert_eq!(rig.store().snapshot().leases, 1);
+    drop(session);
+    assert_nothing_left(&rig);
+    rig.stop();
+}
