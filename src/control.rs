@@ -3,6 +3,8 @@
 //! `.ctl` in the root is not listed, so that tools that walk the tree do not walk into it. Its files have no size,
 //! as in `/proc`: their content is made when they are opened, except that of `events`, which grows and can be followed.
 
+mod words;
+
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
@@ -20,7 +22,7 @@ use crate::store::control::SessionId;
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::report::Snapshot;
-use crate::store::{Caller, Store, Wake};
+use crate::store::{Caller, Store, Wake, WriteReply};
 use crate::units::{Bytes, counted};
 
 /// Inode number of `.ctl`; its files follow. Those of the store are larger than 2^32.
@@ -35,6 +37,7 @@ enum File {
     Version,
     Events,
     Leases,
+    Hints,
     /// What is asked of it by ioctl belongs to the handle.
     Lease,
     Prefetch,
@@ -47,7 +50,7 @@ impl File {
     }
 }
 
-const FILES: [(&str, File); 10] = [
+const FILES: [(&str, File); 11] = [
     ("status", File::Status),
     ("stats", File::Stats),
     ("metrics", File::Metrics),
@@ -55,6 +58,7 @@ const FILES: [(&str, File); 10] = [
     ("version", File::Version),
     ("events", File::Events),
     ("leases", File::Leases),
+    ("hints", File::Hints),
     ("lease", File::Lease),
     ("prefetch", File::Prefetch),
     ("drain", File::Drain),
@@ -76,6 +80,7 @@ pub struct Control {
     config: String,
     /// What options have switched off.
     switched_off: String,
+    mountpoint: Vec<u8>,
     /// What tells our metrics from another mount's, as a label.
     label: String,
     wants_passthrough: bool,
@@ -106,6 +111,7 @@ impl Control {
             events,
             config,
             switched_off,
+            mountpoint: mountpoint.as_os_str().as_bytes().to_vec(),
             label: label("mount", &mountpoint.to_string_lossy()),
             wants_passthrough,
             kernel_passthrough: AtomicBool::new(false),
@@ -241,16 +247,62 @@ impl Control {
             File::Config => self.config.clone(),
             File::Version => format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")),
             File::Leases => self.store.leases_text(caller.uid),
+            File::Hints => self.store.hints_text(caller.uid),
             File::Events | File::Lease | File::Prefetch | File::Drain => String::new(),
         };
         Some(Ok(Opened { file, text: text.into_bytes(), from: OnceLock::new(), session }))
     }
 
     /// What a client writes to a control file.
-    pub fn write(&self, opened: &Opened, data: &[u8]) -> Result<u32, Errno> {
+    pub fn write(&self, opened: &Opened, data: &[u8], reply: WriteReply) {
         match opened.session {
-            Some(session) => self.store.write_names(session, data),
-            None => Err(Errno::EPERM),
+            Some(session) if self.store.is_greeted(session) => reply(self.store.write_names(session, data)),
+            Some(session) => self.write_text(opened.file, session, data, reply),
+            None => reply(Err(Errno::EPERM)),
+        }
+    }
+
+    /// What a person writes to a handle.
+    fn write_text(&self, file: File, session: SessionId, text: &[u8], reply: WriteReply) {
+        match file {
+            File::Prefetch => reply(self.prefetch(session, text)),
+            File::Drain => self.drain(session, text, reply),
+            _ => reply(Err(Errno::EOPNOTSUPP)),
+        }
+    }
+
+    /// `echo PATH... > .ctl/prefetch`, answered at once.
+    fn prefetch(&self, session: SessionId, text: &[u8]) -> Result<u32, Errno> {
+        let paths = self.paths(&words::words(text)?)?;
+        self.store.prefetch_paths(session, &paths)?;
+        u32::try_from(text.len()).map_err(|_| Errno::E2BIG)
+    }
+
+    fn paths(&self, words: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, Errno> {
+        words.iter().map(|word| words::path(word, &self.mountpoint)).collect()
+    }
+
+    /// `echo [timeout=SECONDS] [PATH...] > .ctl/drain`, answered when it is done.
+    fn drain(&self, session: SessionId, text: &[u8], reply: WriteReply) {
+        let asked = words::words(text).and_then(|mut words| {
+            let timeout = match words.first().and_then(|word| word.strip_prefix(b"timeout=")) {
+                Some(seconds) => {
+                    let seconds = std::str::from_utf8(seconds).ok().and_then(|text| text.parse().ok());
+                    let seconds = Duration::from_secs(seconds.ok_or(Errno::EINVAL)?);
+                    words.remove(0);
+                    Some(seconds)
+                }
+                None => None,
+            };
+            Ok((timeout.filter(|timeout| !timeout.is_zero()), self.paths(&words)?))
+        });
+        let len = text.len() as u32;
+        match asked {
+            Ok((timeout, paths)) => {
+                let reply = Box::new(move |ended: Result<(), Errno>| reply(ended.map(|()| len)));
+                self.store.drain_paths(session, paths, timeout, reply);
+            }
+            Err(errno) => reply(Err(errno)),
         }
     }
 
@@ -379,6 +431,19 @@ impl Control {
             c.leases_denied_client + c.leases_denied_full + c.leases_denied_count + c.leases_denied_changing,
             c.leases_expired,
             s.waiting_for_leases
+        ));
+        line(format_args!(
+            "hints: running {}   queued {}   asked {}   in L1 {}   done {}   denied {}   cancelled {}   failed {}   brought {} (unread {})",
+            s.hints_running,
+            s.hints_queued,
+            c.hints,
+            c.hints_bypassed,
+            c.hints_done,
+            c.hints_denied(),
+            c.hints_cancelled,
+            c.hints_failed,
+            Bytes(c.hint_bytes).approx(),
+            Bytes(c.hint_unread_bytes).approx()
         ));
         line(format_args!(
             "errors: checksum {}   read {}   store {}   no space {}   timeouts {}   discarded {}",
@@ -518,6 +583,7 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("directories", s.directories, "Directories."),
         gauge("private_files", s.private_files, "Names under construction."),
         gauge("alias_inodes", s.alias_inodes, "Further inode numbers of files that the kernel knows."),
+        gauge("drains_waiting", s.drains_waiting, "Drains that go on."),
         gauge("l1_capacity_bytes", s.pool.budget, "Memory that L1 may use."),
         gauge("l1_used_bytes", s.pool.total, "Memory that L1 uses, free slabs included."),
         gauge("l1_used_peak_bytes", s.pool.peak_total, "Most memory that L1 has used."),
@@ -548,6 +614,9 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("leases", s.leases, "Leases."),
         gauge("leased_bytes", s.leased_bytes, "Memory that leases hold in L1."),
         gauge("lease_capacity_bytes", s.lease_max_bytes, "Memory that leases may hold."),
+        gauge("lease_aside_bytes", s.lease_aside_bytes, "Of this, memory set aside for hints that run."),
+        gauge("hints_running", s.hints_running, "Windows that are being brought to L1."),
+        gauge("hints_queued", s.hints_queued, "Windows that wait until others have been."),
         gauge("waiting_bytes", s.waiting_bytes, "Bytes that the daemon holds of writes that wait."),
         gauge("promotions_in_flight", c.promoting, "Groups of blocks on their way from the devices."),
         gauge("device_in_flight", engines(|g| g.outstanding()), "Transfers that devices are working on."),
@@ -632,8 +701,50 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         ),
         counter("leases_expired", c.leases_expired, "Leases that ended since their time to live was over."),
         counter("leases_closed", c.leases_closed, "Leases that ended with the handle of their last holder."),
+        counter("hints", c.hints, "Windows that were asked to be brought to L1."),
+        counter("hints_bypassed", c.hints_bypassed, "Windows that were in L1 when that was asked."),
+        counter("hints_joined", c.hints_joined, "Windows some of which was on its way already."),
+        counter("hints_done", c.hints_done, "Windows that were brought to L1."),
+        counter("hints_failed", c.hints_failed, "Windows that could not be brought to L1."),
+        counter("hints_cancelled", c.hints_cancelled, "Windows that were given up before they were in L1."),
+        counter("hints_denied_off", c.hints_denied_off, "Windows denied since none is prefetched."),
+        counter(
+            "hints_denied_busy",
+            c.hints_denied_busy,
+            "Windows denied since too many waited, or somebody was writing.",
+        ),
+        counter("hints_denied_room", c.hints_denied_room, "Windows denied for what L1 or leases may hold."),
+        counter(
+            "hints_denied_count",
+            c.hints_denied_count,
+            "Windows denied for how many tickets or leases there may be.",
+        ),
+        counter(
+            "hints_denied_deadline",
+            c.hints_denied_deadline,
+            "Windows whose deadline passed before their turn.",
+        ),
+        counter("hints_denied_ranges", c.hints_denied_ranges, "Windows denied for what they named."),
+        counter("hint_bytes", c.hint_bytes, "Bytes brought to L1 for hints."),
+        counter(
+            "hint_unread_bytes",
+            c.hint_unread_bytes,
+            "Of these, bytes that left L1 without having been read.",
+        ),
+        counter(
+            "promotions_discarded",
+            c.promotions_discarded,
+            "Blocks that came from L2 when something newer had taken their place.",
+        ),
+        counter("promotions_failed", c.promotions_failed, "Blocks that could not be brought from L2."),
         counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
         counter("fsync_timeouts", c.fsync_timeouts, "Of these, fsyncs and drains."),
+        counter("drains", c.drains, "Drains that were asked for by ioctl or text, or when the daemon stops."),
+        counter("drained_files", c.drained_files, "Files that they have found stored, or gone."),
+        counter("drained_bytes", c.drained_bytes, "Bytes of these."),
+        counter("drain_failures", c.drain_failures, "Files that they were told could not be stored."),
+        counter("drains_failed", c.drains_failed, "Drains that failed."),
+        counter("drain_timeouts", c.drain_timeouts, "Drains that ran into their timeout."),
         counter("slabs_created", s.pool.created, "Slabs made."),
         counter("slabs_reused", s.pool.reused, "Slabs used again with their pages."),
         counter("slabs_replaced", s.pool.replaced, "Slabs whose pages were replaced before reuse."),

@@ -5,6 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
+
 use crate::background::Ready;
 use crate::config::{Config, Evict, HugePages, L2Engine, ReadPath, Recycle};
 use crate::control::Control;
@@ -15,11 +17,13 @@ use crate::l2::volume::{Volume, VolumeOptions, Wrap};
 use crate::l2::{DeviceOptions, EngineKind, EngineOptions, Made};
 use crate::memory::{Region, RegionId};
 use crate::mount;
+use crate::shown;
 use crate::signals::{self, Stop, Watch};
 use crate::stats::Events;
+use crate::store::Store;
 use crate::store::core::{Core, Settings};
+use crate::store::drain::Progress;
 use crate::store::recover::{Recovered, Recovery, SUPERSEDED, positions_max};
-use crate::store::{Store, UnitReply};
 use crate::units::{Bytes, counted};
 
 /// Threads that check what comes from the devices and answer clients.
@@ -29,6 +33,9 @@ const RESERVED_DESCRIPTORS: u64 = 512;
 
 /// How long the last clients may take to let go when somebody wants the daemon to end at once.
 const PARTING: Duration = Duration::from_millis(500);
+
+/// Files that a drain at the end says it could not store; the log has them all.
+const FAILURES_SAID: usize = 20;
 
 /// What the main thread waits for.
 enum Message {
@@ -358,9 +365,13 @@ impl Daemon {
             publish_wait: config.publish_wait,
             request_deadline: config.request_deadline,
             fsync_deadline: config.fsync_deadline,
+            drain_timeout: config.drain_timeout,
             lease_max_bytes: config.lease_max.0,
             lease_client_max_bytes: config.lease_client_max.0,
             lease_ttl_max: config.lease_ttl_max,
+            prefetch_window: config.prefetch_window,
+            prefetch_window_bytes: config.prefetch_window_bytes.0,
+            prefetch_queue: config.prefetch_queue,
         };
         let Recovered { tree, allocators, by_recency, dropped, refused, .. } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);
@@ -435,17 +446,33 @@ impl Daemon {
     /// Waits until everything published is durable. Gives up at the timeout, or when `interrupted`.
     fn drain_until(&self, timeout: Duration, mut interrupted: impl FnMut() -> bool) -> Result<()> {
         let (sender, done) = channel();
-        let reply: UnitReply = Box::new(move |result| {
-            let _ = sender.send(result);
-        });
-        self.store.barrier(reply);
-        let deadline = Instant::now() + timeout;
+        let tell = move |_: &mut Core, ended: std::result::Result<(), Errno>, progress: Progress| {
+            let _ = sender.send((ended, progress));
+        };
+        let deadline = Instant::now().checked_add(timeout);
+        self.store.drain_all(deadline, Box::new(tell));
         loop {
             match done.recv_timeout(Duration::from_millis(50)) {
-                Ok(Ok(())) => return Ok(()),
-                Ok(Err(errno)) => {
-                    return Err(Error::new("drain", format!("some files could not be stored: {errno}"))
-                        .remedy("the log names them"));
+                Ok((Ok(()), _)) => return Ok(()),
+                Ok((Err(Errno::ETIMEDOUT), progress)) => {
+                    let left = progress.files.saturating_sub(progress.drained_files);
+                    return Err(Error::new(
+                        "drain",
+                        format!(
+                            "not everything could be stored within {timeout:?}: {} left",
+                            counted(left, "file")
+                        ),
+                    )
+                    .remedy("what was durable is safe; --drain-timeout gives more time"));
+                }
+                Ok((Err(errno), progress)) => {
+                    let mut cause =
+                        format!("{} could not be stored: {errno}", counted(progress.failed, "file"));
+                    for path in progress.failures.iter().take(FAILURES_SAID) {
+                        cause.push_str("\n  ");
+                        cause.push_str(&shown::name(path));
+                    }
+                    return Err(Error::new("drain", cause).remedy("the log names them"));
                 }
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::new("drain", "the store has stopped").remedy("the log says why"));
@@ -455,13 +482,6 @@ impl Daemon {
             if interrupted() {
                 return Err(Error::new("drain", "stopped before everything was stored")
                     .remedy("what was durable is safe"));
-            }
-            if Instant::now() >= deadline {
-                return Err(Error::new(
-                    "drain",
-                    format!("not everything could be stored within {timeout:?}"),
-                )
-                .remedy("what was durable is safe; --drain-timeout gives more time"));
             }
         }
     }
@@ -642,6 +662,10 @@ mod catalog_tests;
 #[cfg(test)]
 mod device_log;
 #[cfg(test)]
+mod drain_tests;
+#[cfg(test)]
+mod drain_ticket_tests;
+#[cfg(test)]
 mod full_device;
 #[cfg(test)]
 mod in_flight_tests;
@@ -649,6 +673,8 @@ mod in_flight_tests;
 mod late_release_tests;
 #[cfg(test)]
 mod lease_tests;
+#[cfg(test)]
+mod prefetch_tests;
 #[cfg(test)]
 mod read_tests;
 #[cfg(test)]

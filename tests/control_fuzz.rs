@@ -18,8 +18,8 @@ use common::{Mount, bytes};
 use kvcachefs::abi;
 use nix::errno::Errno;
 
-/// Bytes that the structures of commands 1 to 11 have.
-const HEADS: [usize; 11] = [72, 16, 32, 16, 32, 24, 80, 48, 48, 48, 48];
+/// Bytes that the structures of commands 1 to 16 have.
+const HEADS: [usize; 16] = [88, 16, 32, 16, 32, 24, 80, 48, 48, 48, 48, 112, 96, 96, 48, 32];
 
 fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
@@ -112,7 +112,7 @@ impl Dice {
 
     /// One request: its number, and what goes with it.
     fn request(&mut self) -> (u32, Vec<u8>) {
-        let nr = if self.chance(3) { self.below(256) as u32 } else { 1 + self.below(11) as u32 };
+        let nr = if self.chance(3) { self.below(256) as u32 } else { 1 + self.below(16) as u32 };
         let head = HEADS.get(nr.wrapping_sub(1) as usize).copied().unwrap_or(48);
         let mut bytes = vec![0; head];
         for byte in &mut bytes {
@@ -124,7 +124,7 @@ impl Dice {
         let set =
             |bytes: &mut Vec<u8>, at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
         let version: u16 = if self.chance(5) { self.number() as u16 } else { 1 };
-        let flags: u16 = if self.chance(10) { self.number() as u16 } else { self.below(2) as u16 };
+        let flags: u16 = if self.chance(10) { self.number() as u16 } else { self.below(3) as u16 };
         set(&mut bytes, 0, &version.to_ne_bytes());
         set(&mut bytes, 2, &flags.to_ne_bytes());
         if self.chance(60) {
@@ -149,16 +149,21 @@ impl Dice {
                 }
                 slots as u32
             }
-            6 | 7 | 9 | 11 => {
+            6 | 7 | 9 | 11 | 12 | 15 => {
                 let ranges = self.below(5);
                 for _ in 0..ranges {
                     bytes.extend(self.range());
                 }
                 ranges as u32
             }
+            16 => {
+                let room = self.below(100);
+                bytes.extend(vec![0; room as usize]);
+                room as u32
+            }
             _ => 0,
         };
-        if (8..=11).contains(&nr) && self.chance(80) {
+        if matches!(nr, 8..=11 | 13 | 14 | 16) && self.chance(80) {
             set(&mut bytes, 8, &self.below(50).to_ne_bytes());
         }
         let count = if self.chance(10) { self.number() as u32 } else { count };
@@ -238,10 +243,18 @@ fn names_error(kind: u8, base: usize, generation: usize, count: usize, list: &[u
     (names != count).then_some(Errno::EINVAL)
 }
 
+fn flags_of(nr: usize) -> u16 {
+    match nr {
+        7 | 9 => 1,
+        12 => 3,
+        _ => 0,
+    }
+}
+
 /// What docs/CONTROL.md says is wrong with a request, whoever asks.
 fn expected(number: u32, bytes: &[u8]) -> Option<Errno> {
     let nr = (number & 0xff) as usize;
-    if number >> 30 != 3 || number >> 8 & 0xff != 0x4b || !(1..=11).contains(&nr) {
+    if number >> 30 != 3 || number >> 8 & 0xff != 0x4b || !(1..=16).contains(&nr) {
         return Some(Errno::ENOTTY);
     }
     let head = HEADS[nr - 1];
@@ -251,17 +264,20 @@ fn expected(number: u32, bytes: &[u8]) -> Option<Errno> {
     if nr != 1 && u16_at(bytes, 0) != 1 {
         return Some(Errno::EPROTO);
     }
-    if u16_at(bytes, 2) & !(if nr == 7 || nr == 9 { 1 } else { 0 }) != 0 {
+    if u16_at(bytes, 2) & !flags_of(nr) != 0 {
         return Some(Errno::EINVAL);
     }
-    let reserved = match nr {
-        3 => 21..24,
-        4 => 12..16,
-        7 => 37..40,
-        8..=11 => 44..48,
-        _ => 0..0,
+    let reserved: &[std::ops::Range<usize>] = match nr {
+        3 => &[21..24],
+        4 => &[12..16],
+        7 => &[37..40],
+        8..=11 => &[44..48],
+        12 => &[29..32, 54..56],
+        13 | 14 => &[62..64, 68..72, 92..96],
+        15 => &[20..24],
+        _ => &[],
     };
-    if bytes[reserved].iter().any(|byte| *byte != 0) {
+    if reserved.iter().any(|place| bytes[place.clone()].iter().any(|byte| *byte != 0)) {
         return Some(Errno::EINVAL);
     }
     let (count, behind) = (u32_at(bytes, 4), bytes.len() - head);
@@ -274,8 +290,9 @@ fn expected(number: u32, bytes: &[u8]) -> Option<Errno> {
             return names_error(bytes[20], u32_at(bytes, 8), u32_at(bytes, 12), count, &bytes[32..32 + len]);
         }
         4 => (2000, 8),
-        6 | 7 if count == 0 => return Some(Errno::EINVAL),
-        6 | 7 | 9 | 11 => (500, 32),
+        6 | 7 | 12 if count == 0 => return Some(Errno::EINVAL),
+        6 | 7 | 9 | 11 | 12 | 15 => (500, 32),
+        16 => (usize::MAX, 1),
         _ => return None,
     };
     if count > most {
@@ -295,13 +312,19 @@ fn the_decoder_says_what_the_rules_say() {
         seen.insert((number & 0xff, expected.map(|errno| errno as i32)));
     }
     // It has been everywhere.
-    for nr in 1..=11 {
+    for nr in 1..=16 {
         assert!(seen.contains(&(nr, None)), "no request {nr} was right");
         assert!(seen.contains(&(nr, Some(Errno::EINVAL as i32))), "no request {nr} was wrong");
     }
-    for (nr, errno) in
-        [(3, Errno::ENAMETOOLONG), (4, Errno::E2BIG), (6, Errno::E2BIG), (7, Errno::E2BIG), (9, Errno::E2BIG)]
-    {
+    for (nr, errno) in [
+        (3, Errno::ENAMETOOLONG),
+        (4, Errno::E2BIG),
+        (6, Errno::E2BIG),
+        (7, Errno::E2BIG),
+        (9, Errno::E2BIG),
+        (12, Errno::E2BIG),
+        (15, Errno::E2BIG),
+    ] {
         assert!(seen.contains(&(nr, Some(errno as i32))), "{nr} never was {errno}");
     }
 }
@@ -350,6 +373,9 @@ fn may_fail_with(nr: u32) -> &'static [Errno] {
         8 | 11 => &[Errno::ENOENT, Errno::ETIME],
         9 => &[Errno::ENOENT, Errno::EINVAL, Errno::EOPNOTSUPP],
         10 => &[Errno::ENOENT, Errno::ETIME, Errno::EINVAL, Errno::EBUSY, Errno::EMFILE],
+        13 | 14 => &[Errno::ENOENT],
+        15 => &[Errno::EMFILE],
+        16 => &[Errno::ENOENT],
         _ => &[],
     }
 }
@@ -414,6 +440,10 @@ fn a_mount_stands_whatever_it_is_asked() {
                 }
             },
         }
+        if nr == 12 && told.is_none() {
+            // It ended in the call: nothing here is anywhere but in L1.
+            assert!(matches!(back[52], 0 | 3 | 4), "request {at}: state {}", back[52]);
+        }
         if nr == 7 && told.is_none() {
             granted += u64::from(u64::from_ne_bytes(back[24..32].try_into().unwrap()) != 0);
         }
@@ -424,7 +454,15 @@ fn a_mount_stands_whatever_it_is_asked() {
     assert!(right > 0 && granted > 0, "{right} right, {granted} leases");
     drop((handles, plain));
     wait_until("no session is left", || mount.stat("control_sessions") == 0);
-    for gauge in ["leases", "leased_bytes", "interned_names", "waiting_for_leases"] {
+    for gauge in [
+        "hints_running",
+        "hints_queued",
+        "lease_aside_bytes",
+        "leases",
+        "leased_bytes",
+        "interned_names",
+        "waiting_for_leases",
+    ] {
         assert_eq!(mount.stat(gauge), 0, "{gauge}");
     }
     for (at, name) in ["f0", "f1", "dd/f0", "dd/f1"].into_iter().enumerate() {

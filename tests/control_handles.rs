@@ -17,7 +17,7 @@ use nix::errno::Errno;
 use nix::libc;
 use zerocopy::IntoBytes;
 
-const HANDLES: [&str; 2] = [".ctl/lease", ".ctl/prefetch"];
+const HANDLES: [&str; 3] = [".ctl/lease", ".ctl/prefetch", ".ctl/drain"];
 
 fn errno<T: std::fmt::Debug>(result: std::io::Result<T>) -> Errno {
     Errno::from_raw(result.unwrap_err().raw_os_error().unwrap())
@@ -29,13 +29,14 @@ fn hello_tells_the_limits_and_comes_first() {
     for path in HANDLES {
         let ctl = Ctl::open(&mount.at(path));
         assert_eq!(ctl.lookup(&[node(1)]).unwrap_err(), Errno::EPROTO, "before HELLO");
-        assert_eq!(errno((&ctl.0).write(&names_message(None, &["a"]))), Errno::EOPNOTSUPP);
+        let text = if path == ".ctl/lease" { Errno::EOPNOTSUPP } else { Errno::ENOENT };
+        assert_eq!(errno((&ctl.0).write(&names_message(None, &["a"]))), text, "before it, this is text");
         let hello = ctl.hello().unwrap();
         assert_eq!(hello.header.version, abi::VERSION);
         assert_eq!((hello.ranges_max, hello.names_bytes_max), (abi::RANGES_MAX, abi::NAMES_BYTES_MAX));
         assert_eq!(
             (hello.block_bytes, hello.features, hello.prefetch_window),
-            (256 << 10, abi::FEATURE_LEASES, 0)
+            (256 << 10, abi::FEATURE_LEASES | abi::FEATURE_PREFETCH | abi::FEATURE_DRAIN, 2)
         );
         assert_eq!((hello.lease_bytes_max, hello.lease_client_bytes_max), (96 << 20, 64 << 20));
         assert_eq!((hello.ttl_default_ms, hello.ttl_max_ms), (60_000, 3_600_000));
@@ -246,7 +247,7 @@ def ioctl(nr, data):
     data = bytearray(data)
     fcntl.ioctl(ctl, 3 << 30 | len(data) << 16 | 0x4b00 | nr, data)
     return data
-ioctl(1, struct.pack("HHI", 1, 0, 0) + bytes(64))
+ioctl(1, struct.pack("HHI", 1, 0, 0) + bytes(80))
 def lookup(id, generation, kind):
     data = struct.pack("HHIQII", 1, 0, 1, 0, 0, 0) + struct.pack("QQQIBBH", id, 0, 0, generation, kind, 0, 0)
     return struct.unpack_from("i", ioctl(6, data), 24)[0]

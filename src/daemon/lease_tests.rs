@@ -18,22 +18,22 @@ use crate::store::node::ROOT_INO;
 const SIZE: usize = 4 * BLOCK as usize;
 
 /// A control file that has said HELLO.
-struct Session<'r>(&'r Rig, SessionId);
+pub(super) struct Session<'r>(pub &'r Rig, pub SessionId);
 
 impl<'r> Session<'r> {
-    fn new(rig: &'r Rig) -> Self {
+    pub fn new(rig: &'r Rig) -> Self {
         let session = Self(rig, rig.store().open_session(&Rig::caller()));
         session.ask(Request::Hello(abi::Hello { header: header(0), ..abi::Hello::default() })).unwrap();
         session
     }
 
-    fn ask(&self, request: Request) -> Result<Vec<u8>, Errno> {
+    pub fn ask(&self, request: Request) -> Result<Vec<u8>, Errno> {
         let (tell, told) = channel();
         self.0.store().control(self.1, request, Box::new(move |said| tell.send(said).unwrap()));
         told.recv().unwrap()
     }
 
-    fn classify(
+    pub fn classify(
         &self,
         flags: u16,
         ttl_ms: u32,
@@ -52,12 +52,12 @@ impl<'r> Session<'r> {
     }
 
     /// A lease, or why there is none.
-    fn acquire(&self, ttl_ms: u32, ranges: &[abi::Range]) -> Result<u64, Errno> {
+    pub fn acquire(&self, ttl_ms: u32, ranges: &[abi::Range]) -> Result<u64, Errno> {
         let (head, _) = self.classify(abi::CLASSIFY_LEASE, ttl_ms, ranges);
         if head.lease == 0 { Err(Errno::from_raw(head.lease_errno)) } else { Ok(head.lease) }
     }
 
-    fn release(&self, lease: u64) -> u32 {
+    pub fn release(&self, lease: u64) -> u32 {
         let head = abi::Lease { header: header(0), lease, ..abi::Lease::default() };
         let bytes = self.ask(Request::Release(head, Vec::new())).unwrap();
         abi::Lease::read_from_prefix(&bytes).unwrap().0.state
@@ -70,22 +70,22 @@ impl Drop for Session<'_> {
     }
 }
 
-fn header(count: usize) -> abi::Header {
+pub(super) fn header(count: usize) -> abi::Header {
     abi::Header { version: abi::VERSION, flags: 0, count: count as u32 }
 }
 
 /// Blocks of a file, by its number.
-fn blocks(node: u64, first: u64, count: u64) -> abi::Range {
+pub(super) fn blocks(node: u64, first: u64, count: u64) -> abi::Range {
     let (offset, length) = (first * BLOCK, count * BLOCK);
     abi::Range { id: node, offset, length, kind: abi::KIND_NODE, ..abi::Range::default() }
 }
 
-fn whole(node: u64) -> abi::Range {
+pub(super) fn whole(node: u64) -> abi::Range {
     blocks(node, 0, 0)
 }
 
 /// Opens a file as the kernel does: by name, and once more if it is sent to look again.
-fn open(rig: &Rig, name: &str, flags: i32) -> Handle {
+pub(super) fn open(rig: &Rig, name: &str, flags: i32) -> Handle {
     for _ in 0..3 {
         match rig.store().open(rig.find(name).unwrap(), flags, &Rig::caller()) {
             Ok(opened) => return opened.handle,
@@ -95,13 +95,13 @@ fn open(rig: &Rig, name: &str, flags: i32) -> Handle {
     panic!("{name} stays stale");
 }
 
-fn write(rig: &Rig, handle: &Handle, at: u64, bytes: &[u8]) -> Receiver<Result<u32, Errno>> {
+pub(super) fn write(rig: &Rig, handle: &Handle, at: u64, bytes: &[u8]) -> Receiver<Result<u32, Errno>> {
     let (tell, told) = channel();
     rig.store().write(handle, at, bytes, Box::new(move |result| tell.send(result).unwrap()));
     told
 }
 
-fn read(rig: &Rig, handle: &Handle, at: u64, len: usize) -> Receiver<Result<Vec<u8>, Errno>> {
+pub(super) fn read(rig: &Rig, handle: &Handle, at: u64, len: usize) -> Receiver<Result<Vec<u8>, Errno>> {
     let (tell, told) = channel();
     let reply = Box::new(move |result: Result<&[u8], Errno>| tell.send(result.map(<[u8]>::to_vec)).unwrap());
     rig.store().read(handle, at, len, reply);
@@ -109,7 +109,7 @@ fn read(rig: &Rig, handle: &Handle, at: u64, len: usize) -> Receiver<Result<Vec<
 }
 
 /// A file in shared use of `SIZE` bytes, which is stored and not in L1.
-fn cold_slots(dir: &std::path::Path, name: &str) -> Rig {
+pub(super) fn cold_slots(dir: &std::path::Path, name: &str) -> Rig {
     let rig = Rig::start(dir);
     let flags = libc::O_WRONLY | libc::O_CREAT;
     let (_, opened) = rig.store().create(ROOT_INO, name.as_bytes(), 0o644, flags, &Rig::caller()).unwrap();
@@ -120,7 +120,7 @@ fn cold_slots(dir: &std::path::Path, name: &str) -> Rig {
     Rig::start(dir)
 }
 
-fn is_quiet(rig: &Rig) -> bool {
+pub(super) fn is_quiet(rig: &Rig) -> bool {
     let at = rig.store().snapshot();
     at.counters.promoting == 0 && at.devices.iter().all(|(_, _, device)| device.outstanding() == 0)
 }

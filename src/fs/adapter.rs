@@ -491,10 +491,13 @@ impl Filesystem for KvFs {
                 let hurry = Hurry::of(flags.0 & libc::O_NONBLOCK != 0);
                 self.store.write_with(&handle, offset, data, hurry, written);
             }
-            Some(Open::Control(opened)) => match self.control.write(&opened, data) {
-                Ok(len) => reply.written(len),
-                Err(errno) => reply.error(fuse_errno(errno)),
-            },
+            Some(Open::Control(opened)) => {
+                let answer = |result| match result {
+                    Ok(len) => reply.written(len),
+                    Err(errno) => reply.error(fuse_errno(errno)),
+                };
+                self.control.write(&opened, data, Box::new(answer));
+            }
             None => reply.error(FuseErrno::EBADF),
         }
     }

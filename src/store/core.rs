@@ -11,12 +11,14 @@ use super::again::{Expected, Gone};
 use super::catalog::CatalogRoom;
 use super::change::Waiter;
 use super::control;
+use super::drain::Drains;
 use super::hot::{Block, BlockIo, Hot, Phase, WriteBack, blocks_for};
 use super::lists::{Droppable, Ends, Recency};
 use super::node::{
     ALIAS_BASE, DURABLE, Detail, Idx, Kind, META_DIRTY, MOVED, NAMED, NO_INO, NONE, Node, NodeId, ROOT,
     ROOT_INO,
 };
+use super::pace::Pace;
 use super::patience::Patience;
 use super::promote::{BadTold, Load};
 use super::read::Served;
@@ -55,10 +57,16 @@ pub struct Settings {
     pub publish_wait: Duration,
     pub request_deadline: Duration,
     pub fsync_deadline: Duration,
+    /// How long a drain may take that does not say it.
+    pub drain_timeout: Duration,
     /// What all leases may hold of L1, and those of one process.
     pub lease_max_bytes: u64,
     pub lease_client_max_bytes: u64,
     pub lease_ttl_max: Duration,
+    /// Hints that may run at one time, what they may bring to L1, and how many may wait.
+    pub prefetch_window: u32,
+    pub prefetch_window_bytes: u64,
+    pub prefetch_queue: u32,
 }
 
 /// Something to do once the lock is given back.
@@ -103,6 +111,8 @@ pub struct Wakes {
     pub committer: bool,
     pub admission: bool,
     pub timer: bool,
+    /// A hint may go on: not a thread's work, but done before the lock is given back.
+    pub hints: bool,
 }
 
 /// How often each thread was called, so that a call between looking and waiting is not missed.
@@ -153,6 +163,7 @@ pub struct Core {
     /// Clients that wait until something is durable.
     pub patience: Vec<Patience>,
     pub queue: PublishQueue,
+    pub drains: Drains,
     /// The queue of waiting changes is being tried right now.
     pub admitting: bool,
     /// Files under construction, which could be spilled, the oldest first. The key is [`Hot::building`].
@@ -164,6 +175,7 @@ pub struct Core {
     pub around_bytes: u64,
     pub around_waiting: VecDeque<NodeId>,
     pub bad_told: BadTold,
+    pub pace: Pace,
     /// Those who were sent to look again, and the names of what they did not find.
     pub expected: Vec<Expected>,
     pub gone: Gone,
@@ -218,6 +230,7 @@ impl Core {
             control: control::State::default(),
             patience: Vec::new(),
             queue: PublishQueue::default(),
+            drains: Drains::default(),
             admitting: false,
             building: BTreeMap::new(),
             next_building: 1,
@@ -225,6 +238,7 @@ impl Core {
             around_bytes: 0,
             around_waiting: VecDeque::new(),
             bad_told: BadTold::default(),
+            pace: Pace::default(),
             expected: Vec::new(),
             gone: Gone::default(),
             aliases: HashMap::new(),
@@ -520,6 +534,7 @@ impl Core {
             }
         }
         self.ending.remove(&self.id(idx));
+        self.passed_over(self.id(idx), u64::MAX, self.hot(idx).and_then(|hot| hot.heir));
         self.remember_end(idx);
         self.unlist(idx);
         self.stop_building(idx);
@@ -627,6 +642,7 @@ impl Core {
         if droppable && !listed {
             self.droppable.push_front::<Droppable>(&mut self.tree.nodes, idx);
             self.wakes.admission |= !self.waiters.is_empty();
+            self.room_for_hints();
         } else if !droppable && listed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
         }

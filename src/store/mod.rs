@@ -18,6 +18,7 @@ pub mod change;
 pub mod control;
 pub mod core;
 mod crc;
+pub mod drain;
 mod heirs;
 pub mod hot;
 mod layout;
@@ -25,6 +26,7 @@ pub mod lists;
 pub mod names;
 pub mod node;
 pub mod open;
+mod pace;
 pub mod patience;
 mod prepare;
 pub mod process;
@@ -40,7 +42,7 @@ pub mod tree;
 mod truncate;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use parking_lot::{Condvar, Mutex};
@@ -141,6 +143,9 @@ impl Store {
 
     /// Gives the lock back and carries out what was collected under it.
     pub(crate) fn settle(self: &Arc<Self>, mut core: parking_lot::MutexGuard<'_, Core>) {
+        if core.wakes.hints {
+            core.advance_hints(Instant::now());
+        }
         let wakes = std::mem::take(&mut core.wakes);
         let effects = std::mem::take(&mut core.effects);
         // Before anybody can learn of what happened in another way.
@@ -181,7 +186,13 @@ impl Store {
         self.with(|core| {
             core.stopping = true;
             // Counted like any other call: a thread that has just found nothing to do looks again before it waits.
-            core.wakes = self::core::Wakes { writer: true, committer: true, admission: true, timer: true };
+            core.wakes = self::core::Wakes {
+                writer: true,
+                committer: true,
+                admission: true,
+                timer: true,
+                hints: false,
+            };
         });
     }
 

@@ -3,6 +3,7 @@
 //! None of these waits for L1, L2 or a client (rule R15): the kernel holds directory locks meanwhile.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use nix::errno::Errno;
 use parking_lot::Mutex;
@@ -10,6 +11,7 @@ use smallvec::SmallVec;
 
 use super::attr::NAME_MAX;
 use super::core::{Core, now};
+use super::drain::{Done, Scope};
 use super::hot::Then;
 use super::node::{DURABLE, Detail, Idx, Kind, NAMED, NO_INO, NONE, ROOT};
 use super::patience::Once;
@@ -404,12 +406,23 @@ impl Store {
         self.barrier_with(once.clone().into_reply(), Some(once));
     }
 
+    /// A drain of everything, that tells what it has found.
+    pub fn drain_all(self: &Arc<Self>, deadline: Option<Instant>, done: Done) {
+        let store = self.clone();
+        self.after_releases(Self::of_all_unfinished, move || {
+            store.with(|core| core.begin_drain(&Scope::All, deadline, done));
+        });
+    }
+
+    fn of_all_unfinished(core: &Core) -> Vec<Idx> {
+        core.building.values().filter_map(|id| core.by_id(*id)).collect()
+    }
+
     fn barrier_with(self: &Arc<Self>, reply: super::UnitReply, once: Option<Once>) {
         let store = self.clone();
-        self.after_releases(
-            |core| core.building.values().filter_map(|id| core.by_id(*id)).collect(),
-            move || store.with(|core| core.barrier(reply, once)),
-        );
+        self.after_releases(Self::of_all_unfinished, move || {
+            store.with(|core| core.barrier(reply, once));
+        });
     }
 
     /// Calls `ready` once those of the chosen files that have been closed are released, or after the bounded wait.

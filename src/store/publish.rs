@@ -8,9 +8,8 @@ use super::core::Core;
 use super::hot::{BLOCK, BlockIo, Doom, Hot, Mem, Phase, WriteBack, block_len, blocks_for};
 use super::node::{DURABLE, Idx, Kind, LOST, META_DIRTY, MOVED, NAMED, NONE, NodeId};
 use super::open::Handle;
-use super::patience::Once;
 use super::{Store, UnitReply};
-use crate::writeback::queue::{Barrier, Work};
+use crate::writeback::queue::{Asker, Barrier, Work};
 
 /// Old names are looked through, for those that are of no use any more, when there are so many, and each time they have
 /// doubled.
@@ -272,15 +271,8 @@ impl Core {
         seq
     }
 
-    /// Replies when everything accepted so far is durable. `once` is what `reply` was made of, if it has a deadline.
-    pub fn barrier(&mut self, reply: UnitReply, once: Option<Once>) {
-        if self.settings.memory_only {
-            return self.reply(move || reply(Ok(())));
-        }
-        if self.poisoned {
-            return self.reply(move || reply(Err(Errno::EIO)));
-        }
-        // What is under construction is no part of this, but the names it was given are.
+    /// What is under construction is no part of a drain, but the names it was given are.
+    pub fn settle_names_of_unfinished(&mut self) {
         let building: Vec<Idx> = self.building.values().filter_map(|id| self.by_id(*id)).collect();
         for idx in building {
             if self.node(idx).has(NAMED) {
@@ -289,7 +281,6 @@ impl Core {
                 self.leave_old_name(idx);
             }
         }
-        self.push_barrier(Barrier { reply, once, since: None, quiet: false });
     }
 
     /// A version that only its maker sees was renamed, and with it, to its maker, what had its old name, which everybody
@@ -305,17 +296,13 @@ impl Core {
         self.remove_records(elsewhere);
     }
 
-    fn push_barrier(&mut self, barrier: Barrier) {
-        self.queue.push(Work::Barrier(barrier));
-        self.queue.urgent = true;
-        self.wakes.writer = true;
-        self.wakes.committer = true;
-    }
-
     /// The answer to an fsync of a version that is not stored any more, since another has its name: once all that has been
     /// published is durable. Until then a crash would bring back what was there before both.
     pub fn answer_with_successors(&mut self, reply: UnitReply) {
-        self.push_barrier(Barrier { reply, once: None, since: None, quiet: true });
+        self.queue.push(Work::Barrier(Barrier { asker: Asker::Fsync(reply), since: None }));
+        self.queue.urgent = true;
+        self.wakes.writer = true;
+        self.wakes.committer = true;
     }
 
     fn fsync(&mut self, id: NodeId, reply: UnitReply) {

@@ -76,7 +76,8 @@ impl Store {
             if core.stopping {
                 return;
             }
-            let next = core.deadlines.next().map_or(tend, |next| next.min(tend));
+            let hints = core.control.hints.next_deadline();
+            let next = [core.deadlines.next(), hints].into_iter().flatten().fold(tend, Instant::min);
             if next > now {
                 self.wake_timer.wait_until(&mut core, next);
                 if core.stopping {
@@ -87,10 +88,14 @@ impl Store {
             while let Some(id) = core.deadlines.due(now) {
                 core.end_waits(id, now);
             }
+            if tend <= now || core.control.hints.next_deadline().is_some_and(|at| at <= now) {
+                core.advance_hints(now);
+            }
             if tend <= now {
                 core.end_leases(now);
                 core.end_changes(now);
                 core.end_patience(now);
+                core.end_drains(now);
                 core.end_expectations(now);
                 core.tell_tallies(now);
                 if !core.waiters.is_empty() {

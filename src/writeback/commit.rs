@@ -10,14 +10,13 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
-use super::queue::{Barrier, State, Work};
+use super::queue::{Asker, Barrier, State, Work};
 use crate::l2::journal::{Checkpoint, Error as JournalError};
 use crate::l2::record::{Put, Record};
 use crate::l2::volume::Volume;
 use crate::store::core::Core;
 use crate::store::hot::{Place, WriteBack};
 use crate::store::node::{COMMITTED, DURABLE, Detail, Idx, LOST, META_DIRTY, NAMED, NodeId, ROOT, SLOT};
-use crate::store::patience::Once;
 use crate::store::{Store, UnitReply};
 
 /// How long a commit waits for company, unless somebody waits for it.
@@ -38,6 +37,8 @@ struct Commit {
     stale: Vec<(u8, Place)>,
     lent: Vec<(u8, u64)>,
     replies: Vec<(UnitReply, Result<(), Errno>)>,
+    /// Places in the publish queue that it has come to, where drains wait.
+    drains: Vec<u64>,
     /// Bytes of some file are named by a record for the first time.
     flush: bool,
 }
@@ -107,21 +108,25 @@ impl Core {
         let mut put = HashSet::new();
         let mut goes_on = false;
         let mut order = Vec::new();
+        let mut stores = Vec::new();
         while let Some(entry) = self.queue.pop_done() {
             match entry.work {
-                Work::Barrier(Barrier { reply, once, since, quiet }) => {
-                    if once.as_ref().is_some_and(Once::is_given) {
-                        // A failure is told to somebody who still listens.
+                Work::Barrier(Barrier { asker, since }) => {
+                    let since = since.unwrap_or(entry.seq);
+                    if matches!(asker, Asker::Drains) && !self.drains.waits_at(since) {
+                        // Nobody is left whom it would be told.
+                        commit.drains.push(since);
                         continue;
                     }
-                    let since = since.unwrap_or(entry.seq);
                     if self.store_heirs(since) {
-                        self.queue.push(Work::Barrier(Barrier { reply, once, since: Some(since), quiet }));
+                        self.queue.push(Work::Barrier(Barrier { asker, since: Some(since) }));
                         goes_on = true;
                         continue;
                     }
-                    let failed = !quiet && std::mem::take(&mut self.queue.failures) > 0;
-                    commit.replies.push((reply, if failed { Err(Errno::EIO) } else { Ok(()) }));
+                    match asker {
+                        Asker::Fsync(reply) => commit.replies.push((reply, Ok(()))),
+                        Asker::Drains => commit.drains.push(since),
+                    }
                 }
                 Work::File(id) => {
                     let Some(idx) = self.by_id(id) else { continue };
@@ -152,6 +157,10 @@ impl Core {
                         waiting.into_iter().partition(|(seq, _)| *seq <= entry.seq);
                     hot.fsyncs = later;
                     let answered = if stored { answered } else { self.pass_on(idx, answered) };
+                    if !stored {
+                        let heir = self.hot(idx).and_then(|hot| hot.heir);
+                        self.passed_over(id, entry.seq, heir);
+                    }
                     let hot = self.hot_mut(idx);
                     let supersedes = if stored { std::mem::take(&mut hot.supersedes) } else { Vec::new() };
                     commit.replies.extend(answered.into_iter().map(|(_, reply)| (reply, Ok(()))));
@@ -162,6 +171,7 @@ impl Core {
                         self.has_stood_in(idx);
                         commit.files += 1;
                         commit.flush = true;
+                        stores.push((id, entry.seq));
                         if put.insert(id) {
                             order.push(id);
                         }
@@ -196,6 +206,7 @@ impl Core {
             Record::Remove(id.0).encode(&mut bytes);
             commit.records.push(bytes);
         }
+        self.drains.take_off(stores);
         self.queue.committing = true;
         self.queue.urgent = goes_on;
         commit
@@ -237,6 +248,7 @@ impl Core {
             for (reply, _) in commit.replies {
                 self.reply(move || reply(Err(Errno::EIO)));
             }
+            self.fail_drains();
             // Its extents stay taken: what the device holds is not known any more.
             return;
         }
@@ -272,6 +284,8 @@ impl Core {
         for (reply, result) in commit.replies {
             self.reply(move || reply(result));
         }
+        self.landed();
+        commit.drains.into_iter().for_each(|place| self.reached(place));
         self.wakes.admission = true;
         self.wakes.writer = true;
     }

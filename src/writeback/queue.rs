@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use crate::store::UnitReply;
 use crate::store::hot::Place;
 use crate::store::node::NodeId;
-use crate::store::patience::Once;
 
 pub enum Work {
     File(NodeId),
@@ -14,13 +13,16 @@ pub enum Work {
 
 /// Answered when everything before it is durable.
 pub struct Barrier {
-    pub reply: UnitReply,
-    /// What `reply` was made of, if it has a deadline.
-    pub once: Option<Once>,
+    pub asker: Asker,
     /// The number of the entry as which it came. It may have to wait for later ones.
     pub since: Option<u64>,
+}
+
+pub enum Asker {
     /// It is about one file, and not what failures of others are told to.
-    pub quiet: bool,
+    Fsync(UnitReply),
+    /// Those that have their place here.
+    Drains,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -60,8 +62,6 @@ pub struct PublishQueue {
     /// Bytes on their way to the devices.
     pub in_flight: u64,
     pub in_flight_files: u64,
-    /// Stores that failed since the last drain said so.
-    pub failures: u64,
     /// A commit is being written right now.
     pub committing: bool,
 }
@@ -86,6 +86,18 @@ impl PublishQueue {
     pub fn get(&self, seq: u64) -> Option<&Entry> {
         let first = self.entries.front()?.seq;
         self.entries.get(usize::try_from(seq.checked_sub(first)?).ok()?)
+    }
+
+    pub fn last(&self) -> Option<&Entry> {
+        self.entries.back()
+    }
+
+    /// All files in the queue, in order: their number, that of the entry, and how far it is.
+    pub fn files(&self) -> impl Iterator<Item = (NodeId, u64, State)> {
+        self.entries.iter().filter_map(|entry| match entry.work {
+            Work::File(id) => Some((id, entry.seq, entry.state)),
+            Work::Barrier(_) => None,
+        })
     }
 
     pub fn not_started(&self, seq: u64) -> bool {

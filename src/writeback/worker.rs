@@ -341,7 +341,6 @@ impl Core {
     /// R6: what cannot be stored is not found any more, and whoever asks for durability is told.
     fn store_failed(&mut self, idx: Idx, seq: Option<u64>, error: &io::Error) {
         self.counters.store_failures += 1;
-        self.queue.failures += 1;
         self.end_claim(idx);
         let hot = self.hot_mut(idx);
         hot.failed = true;
@@ -370,6 +369,9 @@ impl Core {
                 entry.todo = Some(VecDeque::new());
             }
         }
+        let id = self.id(idx);
+        let first = [seq, queued, self.heirs.get(&id).copied()].into_iter().flatten().min();
+        self.tell_drains(id, first.unwrap_or(u64::MAX));
         self.lose(idx, &format!("storing it on the device failed: {error}"));
     }
 }

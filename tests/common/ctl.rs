@@ -4,8 +4,8 @@
 #![allow(unsafe_code, reason = "an ioctl with a payload of any size has no safe wrapper")]
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::os::fd::{AsRawFd, RawFd};
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::Path;
 
 use kvcachefs::abi::{self, Command, Header, Range, RangeState, Slot};
@@ -114,6 +114,49 @@ impl Ctl {
     pub fn hello(&self) -> Result<abi::Hello, Errno> {
         let head = abi::Hello { header: header(0, 0), ..abi::Hello::default() };
         self.call::<_, u8>(Command::Hello, &head, &[]).map(|bytes| parted::<abi::Hello, u8>(&bytes).0)
+    }
+
+    /// Asks for a window to be brought to L1.
+    pub fn prefetch_as(&self, head: abi::Prefetch, ranges: &[Range]) -> (abi::Prefetch, Vec<RangeState>) {
+        let header = header(head.header.flags, ranges.len());
+        parted(&self.call(Command::Prefetch, &abi::Prefetch { header, ..head }, ranges).unwrap())
+    }
+
+    pub fn prefetch(&self, flags: u16, ranges: &[Range]) -> abi::Prefetch {
+        let head = abi::Prefetch { header: header(flags, 0), ..abi::Prefetch::default() };
+        self.prefetch_as(head, ranges).0
+    }
+
+    fn on_ticket(&self, command: Command, ticket: u64) -> Result<abi::Ticket, Errno> {
+        let state = abi::TicketState { ticket, ..abi::TicketState::default() };
+        let head = abi::Ticket { header: header(0, 0), state, ..abi::Ticket::default() };
+        self.call::<_, u8>(command, &head, &[]).map(|back| parted::<abi::Ticket, u8>(&back).0)
+    }
+
+    pub fn ticket(&self, ticket: u64) -> Result<abi::Ticket, Errno> {
+        self.on_ticket(Command::Ticket, ticket)
+    }
+
+    pub fn cancel(&self, ticket: u64) -> Result<abi::Ticket, Errno> {
+        self.on_ticket(Command::Cancel, ticket)
+    }
+
+    /// The ends that can be read now, with room for so many.
+    pub fn ends(&self, room: usize) -> Result<Vec<abi::TicketState>, Errno> {
+        let mut buffer = vec![0; room * size_of::<abi::TicketState>()];
+        let len =
+            (&self.0).read(&mut buffer).map_err(|error| Errno::from_raw(error.raw_os_error().unwrap()))?;
+        assert!(len > 0 && len.is_multiple_of(size_of::<abi::TicketState>()), "whole ones");
+        let all = buffer[..len].chunks(size_of::<abi::TicketState>());
+        Ok(all.map(|end| abi::TicketState::read_from_bytes(end).unwrap()).collect())
+    }
+
+    /// What poll(2) says of the handle within so many milliseconds.
+    pub fn poll(&self, millis: u16) -> nix::poll::PollFlags {
+        use nix::poll::{PollFd, PollFlags, poll};
+        let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, millis).unwrap();
+        fds[0].revents().unwrap()
     }
 
     pub fn intern_from(&self, base: Option<Slot>, names: &[&str]) -> Result<Vec<Slot>, Errno> {

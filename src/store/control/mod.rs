@@ -6,14 +6,18 @@
 //! true for one instant, and a lease is granted in the same (rule R11).
 
 mod classify;
+mod drains;
+mod fetch;
 mod hints;
 mod holds;
 mod leases;
 mod names;
 mod parts;
+mod prefetch;
 mod report;
 mod session;
 mod shares;
+mod text;
 mod tickets;
 
 use std::collections::HashMap;
@@ -22,6 +26,7 @@ use std::time::Instant;
 
 use nix::errno::Errno;
 
+pub use self::hints::Hints;
 pub use self::leases::Leases;
 use self::session::Session;
 pub use self::session::{SessionId, Who};
@@ -52,6 +57,8 @@ pub struct State {
     names: u64,
     pub leases: Leases,
     pub(in crate::store) tickets: Tickets,
+    drains: drains::Drains,
+    pub hints: Hints,
 }
 
 impl State {
@@ -147,9 +154,9 @@ impl Core {
             Request::Query(lease, room) => self.query(id, session, *lease, *room),
             Request::Cancel(ticket) => self.ask_ticket(id, session, *ticket, true),
             Request::Ticket(ticket) => self.ask_ticket(id, session, *ticket, false),
-            Request::Prefetch(..) | Request::Drain(..) | Request::Failures(..) => {
-                Err(Errno::EOPNOTSUPP.into())
-            }
+            Request::Prefetch(prefetch, ranges) => self.prefetch(id, session, *prefetch, ranges, waits),
+            Request::Drain(drain, ranges) => self.drain(id, session, *drain, ranges, waits),
+            Request::Failures(failures, room) => self.failures(id, *failures, *room),
         }
     }
 
@@ -159,7 +166,7 @@ impl Core {
         let millis = |time: std::time::Duration| u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
         abi::Hello {
             header,
-            features: abi::FEATURE_LEASES,
+            features: abi::FEATURE_LEASES | abi::FEATURE_PREFETCH | abi::FEATURE_DRAIN,
             names_max: NAMES_MAX,
             names_bytes_max: abi::NAMES_BYTES_MAX,
             ranges_max: abi::RANGES_MAX,
@@ -170,9 +177,9 @@ impl Core {
             parties_max: PARTIES_MAX,
             ttl_default_ms: millis(self.lease_ttl(0)),
             ttl_max_ms: millis(self.settings.lease_ttl_max),
-            prefetch_window: 0,
-            prefetch_queue: 0,
-            prefetch_bytes_max: 0,
+            prefetch_window: self.settings.prefetch_window,
+            prefetch_queue: self.settings.prefetch_queue,
+            prefetch_bytes_max: self.settings.prefetch_window_bytes,
             tickets_max: TICKETS_MAX,
             reserved: 0,
         }
@@ -201,11 +208,13 @@ impl Store {
         });
     }
 
+    /// Whether what is written to a handle are names, and not text.
+    pub fn is_greeted(self: &Arc<Self>, id: SessionId) -> bool {
+        self.lock().is_greeted(id)
+    }
+
     /// Names that came by write(2): all of them, or none.
     pub fn write_names(self: &Arc<Self>, id: SessionId, data: &[u8]) -> Result<u32, Errno> {
-        if !self.lock().is_greeted(id) {
-            return Err(Errno::EOPNOTSUPP);
-        }
         let list = abi::names_in_write(data)?;
         let len = data.len() as u32;
         self.with(|core| {
@@ -262,7 +271,6 @@ impl Store {
 }
 
 impl Core {
-    /// Whether a session has said HELLO.
     fn is_greeted(&self, id: SessionId) -> bool {
         self.control.sessions.get(&id).is_some_and(|session| session.greeted)
     }

@@ -198,6 +198,35 @@ impl Core {
 
     /// The file that an interned name leads to now: one that everybody sees, and `session` may read.
     pub(super) fn find_name(&mut self, session: &mut Session, slot: Slot, waits: Waits) -> Result<Idx, Miss> {
+        let idx = self.reach(session, slot, waits)?;
+        match self.node(idx).kind() {
+            Kind::Dir => Err(Errno::EISDIR.into()),
+            _ => Ok(self.read_by(&session.who, idx)?),
+        }
+    }
+
+    /// The same, or a directory.
+    pub(super) fn find_entry(
+        &mut self,
+        session: &mut Session,
+        slot: Slot,
+        waits: Waits,
+    ) -> Result<Idx, Miss> {
+        let idx = self.reach(session, slot, waits)?;
+        Ok(self.read_by(&session.who, idx)?)
+    }
+
+    /// Checks that `who` may read a file or directory.
+    pub(super) fn read_by(&self, who: &Who, idx: Idx) -> Result<Idx, Errno> {
+        match self.node(idx).kind() {
+            Kind::Symlink => Err(Errno::ELOOP),
+            _ if self.may(who, idx, 4) => Ok(idx),
+            _ => Err(Errno::EACCES),
+        }
+    }
+
+    /// What an interned name leads to now, whatever that is.
+    fn reach(&mut self, session: &mut Session, slot: Slot, waits: Waits) -> Result<Idx, Miss> {
         let Session { names, who, .. } = session;
         let Name { base, path, found, .. } = names.get_mut(slot).ok_or(Errno::ESTALE)?;
         let directories = self.tree.directories;
@@ -225,13 +254,17 @@ impl Core {
         };
         let node = idx.map(|idx| self.id(idx));
         *found = Some(Found { directories, parent: Ok(parent), node });
-        let idx = idx.ok_or(Errno::ENOENT)?;
-        match self.node(idx).kind() {
-            Kind::File if self.may(who, idx, 4) => Ok(idx),
-            Kind::File => Err(Errno::EACCES.into()),
-            Kind::Dir => Err(Errno::EISDIR.into()),
-            Kind::Symlink => Err(Errno::ELOOP.into()),
+        Ok(idx.ok_or(Errno::ENOENT)?)
+    }
+
+    /// What a path from the root leads to.
+    pub(super) fn find_path(&self, who: &Who, path: &[u8]) -> Result<Idx, Errno> {
+        let (parts, last) = split(&[], path);
+        let dir = self.walk(who, parts)?;
+        if last.is_empty() {
+            return Ok(dir);
         }
+        self.tree.child(dir, last).ok_or(Errno::ENOENT)
     }
 
     /// The file that ID named. Who cannot reach it by its name any more could once: it is what it is open for.

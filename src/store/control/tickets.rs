@@ -25,12 +25,14 @@ pub const TICKETS_MAX: u32 = 4096;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     Prefetch,
+    Drain,
 }
 
 impl Kind {
     fn code(self) -> u8 {
         match self {
             Self::Prefetch => abi::TICKET_PREFETCH,
+            Self::Drain => abi::TICKET_DRAIN,
         }
     }
 }
@@ -81,6 +83,13 @@ pub struct Tickets {
 impl Tickets {
     pub fn get(&self, id: u64) -> Option<&Ticket> {
         self.all.get(&id)
+    }
+
+    /// Whether a ticket is this session's, and its end has not been read.
+    pub fn has(&self, session: SessionId, id: u64) -> bool {
+        let is_it =
+            |owned: &Owned| owned.live.contains(&id) || owned.ended.iter().any(|end| end.ticket == id);
+        self.of.get(&session).is_some_and(is_it)
     }
 }
 
@@ -142,12 +151,14 @@ impl Core {
     fn stop_work(&mut self, id: u64, kind: Kind) -> Progress {
         match kind {
             Kind::Prefetch => self.stop_hint(id),
+            Kind::Drain => self.stop_drain_of(id),
         }
     }
 
     fn progress(&self, id: u64, kind: Kind) -> Progress {
         match kind {
             Kind::Prefetch => self.hint_progress(id),
+            Kind::Drain => self.drain_progress_of(id),
         }
     }
 
@@ -158,8 +169,10 @@ impl Core {
             if let Some(kind) = self.control.tickets.get(id).map(|ticket| ticket.kind) {
                 self.stop_work(id, kind);
                 self.control.tickets.all.remove(&id);
+                self.drain_was_not_told(id);
             }
         }
+        owned.ended.into_iter().for_each(|end| self.drain_was_not_told(end.ticket));
     }
 
     /// CANCEL, or TICKET: how it is now.
@@ -218,7 +231,11 @@ impl Store {
         let owned = core.control.tickets.of.get_mut(&id).filter(|owned| !owned.ended.is_empty());
         let Some(owned) = owned else { return Some(Err(Errno::EAGAIN)) };
         let count = fit.min(owned.ended.len());
-        Some(Ok(owned.ended.drain(..count).flat_map(|end| end.as_bytes().to_vec()).collect()))
+        let ends: Vec<TicketState> = owned.ended.drain(..count).collect();
+        for end in &ends {
+            core.control.drains.remove(&end.ticket);
+        }
+        Some(Ok(ends.as_bytes().to_vec()))
     }
 
     /// Whether read(2) on a handle gives something now. If not, `wake` is called once that is so.
