@@ -146,7 +146,7 @@ fn client_of_the_soak() {
             // Everything is left to the kernel, with a lease, and a ticket whose end nobody reads.
             _ => {
                 session.ctl.lease(&session.warm);
-                session.prefetch(&session.cold[..8].to_vec(), abi::PREFETCH_LEASE, &mut random);
+                session.prefetch(&session.cold[..8], abi::PREFETCH_LEASE, &mut random);
                 session = Session::new(&mount);
             }
         }
