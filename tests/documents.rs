@@ -10,10 +10,10 @@ fn read(path: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Every `file::function` in backticks in docs/SEMANTICS.md is a test in tests/, or in src/.
+/// Every `file::function` in backticks in docs/SEMANTICS.md and docs/RELIABILITY.md is a test in tests/, or in src/.
 #[test]
 fn the_tests_that_the_promises_name_exist() {
-    let text = read("docs/SEMANTICS.md");
+    let text = read("docs/SEMANTICS.md") + &read("docs/RELIABILITY.md");
     let mut named = 0;
     for word in text.split('`').skip(1).step_by(2) {
         let Some((file, function)) = word.rsplit_once("::") else { continue };
@@ -101,6 +101,7 @@ fn links_lead_to_files() {
         "README.md",
         "docs/ARCHITECTURE.md",
         "docs/RULES.md",
+        "docs/RELIABILITY.md",
         "docs/SEMANTICS.md",
         "docs/CONTROL.md",
         "docs/OPERATIONS.md",
