@@ -42,6 +42,10 @@ const QUEUE_DEPTH_MAX: u32 = 4096;
 
 /// Files that share slabs lie within one block.
 const SMALL_FILE_MAX: Bytes = Bytes::kib(256);
+/// All that run are looked at whenever something has come for one of them.
+const PREFETCH_WINDOW_MAX: u32 = 256;
+/// Each takes some memory of the daemon's own for its ranges.
+const PREFETCH_QUEUE_MAX: u32 = 65_536;
 
 /// The effective configuration of one mount.
 #[derive(Clone, Debug)]
@@ -98,6 +102,12 @@ pub struct Config {
     pub lease_client_max: Bytes,
     /// The longest time to live of a lease; 60 s is what one gets that asks for none. Default: 1 h.
     pub lease_ttl_max: Duration,
+    /// Windows that are brought to L1 at one time (rule R13); 0: none. Default: 2.
+    pub prefetch_window: u32,
+    /// What those may bring to L1. Default: half of it, so that two of them leave room for others.
+    pub prefetch_window_bytes: Bytes,
+    /// Windows that may wait for their turn; one more is denied. Default: 1024.
+    pub prefetch_queue: u32,
     /// Published bytes not yet on the device (rule R7); always less than `l1`. Default: a quarter of L1, at
     /// least 64 MiB, at most 4 GiB.
     pub dirty_limit: Bytes,
@@ -330,6 +340,9 @@ impl Config {
             lease_client_max: take!(layers.lease_client_max)
                 .unwrap_or_else(|| Bytes(l1.get() / 2).min(lease_max)),
             lease_ttl_max: period(take!(layers.lease_ttl_max), Duration::from_secs(3600)),
+            prefetch_window: take!(layers.prefetch_window).unwrap_or(2),
+            prefetch_window_bytes: take!(layers.prefetch_window_bytes).unwrap_or(Bytes(l1.get() / 2)),
+            prefetch_queue: take!(layers.prefetch_queue).unwrap_or(1024),
             dirty_limit: take!(layers.dirty_limit).unwrap_or_else(|| default_dirty_limit(l1)),
             publish_wait: period(take!(layers.publish_wait), Duration::from_millis(20)),
             drain_timeout: period(take!(layers.drain_timeout), Duration::from_secs(30)),
@@ -346,6 +359,7 @@ impl Config {
         };
         config.check_memory(host)?;
         config.check_leases()?;
+        config.check_prefetch()?;
         config.check_l2()?;
         config.check_running()?;
         Ok(config)
@@ -437,6 +451,27 @@ impl Config {
         if self.lease_ttl_max.is_zero() {
             return Err(wrong("lease_ttl_max", "0s would end each lease at once".to_owned())
                 .remedy("give a minute or more; --lease-max 0B grants none"));
+        }
+        Ok(())
+    }
+
+    fn check_prefetch(&self) -> Result<()> {
+        let wrong = |key, cause: String| Error::new(self.named(key), cause);
+        if self.prefetch_window_bytes >= self.l1 {
+            let cause = format!(
+                "{} is not below the {} of L1: nobody else could go on",
+                self.prefetch_window_bytes, self.l1
+            );
+            return Err(wrong("prefetch_window_bytes", cause).remedy("give less, or a larger --l1"));
+        }
+        if self.prefetch_window > PREFETCH_WINDOW_MAX {
+            let cause = format!("{} is out of range", self.prefetch_window);
+            return Err(wrong("prefetch_window", cause)
+                .remedy(format!("give at most {PREFETCH_WINDOW_MAX}; 0 prefetches nothing")));
+        }
+        if self.prefetch_queue > PREFETCH_QUEUE_MAX {
+            let cause = format!("{} is out of range", self.prefetch_queue);
+            return Err(wrong("prefetch_queue", cause).remedy(format!("give at most {PREFETCH_QUEUE_MAX}")));
         }
         Ok(())
     }
@@ -533,7 +568,7 @@ impl Config {
         let path = |path: &Path| text(&path.display());
         let period = |duration: Duration| text(&Period(duration));
         let stores = self.l2.iter().map(|spec| text(spec)).collect::<Vec<_>>().join(", ");
-        let rows: [(&str, Option<String>); 37] = [
+        let rows: [(&str, Option<String>); 40] = [
             ("mountpoint", Some(path(&self.mountpoint))),
             ("l1", Some(text(&self.l1))),
             ("l2", Some(format!("[{stores}]"))),
@@ -561,6 +596,9 @@ impl Config {
             ("lease_max", Some(text(&self.lease_max))),
             ("lease_client_max", Some(text(&self.lease_client_max))),
             ("lease_ttl_max", Some(period(self.lease_ttl_max))),
+            ("prefetch_window", Some(self.prefetch_window.to_string())),
+            ("prefetch_window_bytes", Some(text(&self.prefetch_window_bytes))),
+            ("prefetch_queue", Some(self.prefetch_queue.to_string())),
             ("dirty_limit", Some(text(&self.dirty_limit))),
             ("publish_wait", Some(period(self.publish_wait))),
             ("drain_timeout", Some(period(self.drain_timeout))),

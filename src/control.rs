@@ -3,6 +3,8 @@
 //! `.ctl` in the root is not listed, so that tools that walk the tree do not walk into it. Its files have no size,
 //! as in `/proc`: their content is made when they are opened, except that of `events`, which grows and can be followed.
 
+mod words;
+
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
@@ -19,7 +21,7 @@ use crate::store::control::SessionId;
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
 use crate::store::report::Snapshot;
-use crate::store::{Caller, Store};
+use crate::store::{Caller, Store, Wake};
 use crate::units::{Bytes, counted};
 
 /// Inode number of `.ctl`; its files follow. Those of the store are larger than 2^32.
@@ -34,18 +36,20 @@ enum File {
     Version,
     Events,
     Leases,
+    Hints,
     /// What is asked of it by ioctl belongs to the handle.
     Lease,
     Prefetch,
+    Drain,
 }
 
 impl File {
     fn is_session(self) -> bool {
-        matches!(self, Self::Lease | Self::Prefetch)
+        matches!(self, Self::Lease | Self::Prefetch | Self::Drain)
     }
 }
 
-const FILES: [(&str, File); 9] = [
+const FILES: [(&str, File); 11] = [
     ("status", File::Status),
     ("stats", File::Stats),
     ("metrics", File::Metrics),
@@ -53,8 +57,10 @@ const FILES: [(&str, File); 9] = [
     ("version", File::Version),
     ("events", File::Events),
     ("leases", File::Leases),
+    ("hints", File::Hints),
     ("lease", File::Lease),
     ("prefetch", File::Prefetch),
+    ("drain", File::Drain),
 ];
 
 /// An open control file.
@@ -71,6 +77,7 @@ pub struct Control {
     store: Arc<Store>,
     events: Arc<Events>,
     config: String,
+    mountpoint: Vec<u8>,
     /// What tells our metrics from another mount's, as a label.
     label: String,
     wants_passthrough: bool,
@@ -99,6 +106,7 @@ impl Control {
             store,
             events,
             config,
+            mountpoint: mountpoint.as_os_str().as_bytes().to_vec(),
             label: label("mount", &mountpoint.to_string_lossy()),
             wants_passthrough,
             kernel_passthrough: AtomicBool::new(false),
@@ -234,7 +242,8 @@ impl Control {
             File::Config => self.config.clone(),
             File::Version => format!("kvcachefs {}\n", env!("CARGO_PKG_VERSION")),
             File::Leases => self.store.leases_text(caller.uid),
-            File::Events | File::Lease | File::Prefetch => String::new(),
+            File::Hints => self.store.hints_text(caller.uid),
+            File::Events | File::Lease | File::Prefetch | File::Drain => String::new(),
         };
         Some(Ok(Opened { file, text: text.into_bytes(), from: OnceLock::new(), session }))
     }
@@ -242,9 +251,22 @@ impl Control {
     /// What a client writes to a control file.
     pub fn write(&self, opened: &Opened, data: &[u8]) -> Result<u32, Errno> {
         match opened.session {
-            Some(session) => self.store.write_names(session, data),
+            Some(session) if self.store.is_greeted(session) => self.store.write_names(session, data),
+            Some(session) => self.write_text(opened.file, session, data),
             None => Err(Errno::EPERM),
         }
+    }
+
+    /// What a person writes to a handle.
+    fn write_text(&self, file: File, session: SessionId, text: &[u8]) -> Result<u32, Errno> {
+        if file != File::Prefetch {
+            return Err(Errno::EOPNOTSUPP);
+        }
+        let words = words::words(text)?;
+        let paths = words.iter().map(|word| words::path(word, &self.mountpoint));
+        let paths: Vec<Vec<u8>> = paths.collect::<Result<_, Errno>>()?;
+        self.store.prefetch_paths(session, &paths)?;
+        u32::try_from(text.len()).map_err(|_| Errno::E2BIG)
     }
 
     /// The last descriptor of a control file is closed.
@@ -254,7 +276,19 @@ impl Control {
         }
     }
 
-    pub fn read(&self, opened: &Opened, offset: u64, len: usize) -> Vec<u8> {
+    /// Whether a read of a control file gives something now; if not, `wake` is called once it does.
+    pub fn poll(&self, opened: &Opened, wake: Option<Wake>) -> bool {
+        opened.session.is_none_or(|session| self.store.poll_ends(session, wake))
+    }
+
+    pub fn read(&self, opened: &Opened, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+        if let Some(ends) = opened.session.and_then(|session| self.store.read_ends(session, len)) {
+            return ends;
+        }
+        Ok(self.read_text(opened, offset, len))
+    }
+
+    fn read_text(&self, opened: &Opened, offset: u64, len: usize) -> Vec<u8> {
         if opened.file == File::Events {
             // Who begins at the beginning gets what is left of it; `tail` asks for the end, where offsets are absolute.
             let from = *opened.from.get_or_init(|| if offset == 0 { self.events.forgotten() } else { 0 });
@@ -370,6 +404,19 @@ impl Control {
             s.waiting_for_leases
         ));
         line(format_args!(
+            "hints: running {}   queued {}   asked {}   in L1 {}   done {}   denied {}   cancelled {}   failed {}   brought {} (unread {})",
+            s.hints_running,
+            s.hints_queued,
+            c.hints,
+            c.hints_bypassed,
+            c.hints_done,
+            c.hints_denied(),
+            c.hints_cancelled,
+            c.hints_failed,
+            Bytes(c.hint_bytes).approx(),
+            Bytes(c.hint_unread_bytes).approx()
+        ));
+        line(format_args!(
             "errors: checksum {}   read {}   store {}   no space {}   timeouts {}   discarded {}",
             c.crc_errors, c.read_errors, c.store_failures, c.no_space, c.timeouts, c.discarded
         ));
@@ -455,11 +502,14 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         gauge("writeback_in_flight_bytes", s.writeback_in_flight_bytes, "Bytes on their way to the devices."),
         gauge("waiting_writers", s.waiting_changes, "Writes that wait for room."),
         gauge("waiting_for_leases", s.waiting_for_leases, "Of these, writes that wait for a lease to end."),
-        gauge("control_sessions", s.sessions, "Open handles of .ctl/lease and .ctl/prefetch."),
+        gauge("control_sessions", s.sessions, "Open handles of .ctl/lease, .ctl/prefetch and .ctl/drain."),
         gauge("interned_names", s.interned_names, "Names that these have interned."),
         gauge("leases", s.leases, "Leases."),
         gauge("leased_bytes", s.leased_bytes, "Memory that leases hold in L1."),
         gauge("lease_capacity_bytes", s.lease_max_bytes, "Memory that leases may hold."),
+        gauge("lease_aside_bytes", s.lease_aside_bytes, "Of this, memory set aside for hints that run."),
+        gauge("hints_running", s.hints_running, "Windows that are being brought to L1."),
+        gauge("hints_queued", s.hints_queued, "Windows that wait until others have been."),
         gauge("waiting_bytes", s.waiting_bytes, "Bytes that the daemon holds of writes that wait."),
         gauge("promotions_in_flight", c.promoting, "Groups of blocks on their way from the devices."),
         gauge("device_in_flight", engines(|g| g.outstanding()), "Transfers that devices are working on."),
@@ -544,6 +594,42 @@ fn metrics(s: &Snapshot) -> Vec<Metric> {
         ),
         counter("leases_expired", c.leases_expired, "Leases that ended since their time to live was over."),
         counter("leases_closed", c.leases_closed, "Leases that ended with the handle of their last holder."),
+        counter("hints", c.hints, "Windows that were asked to be brought to L1."),
+        counter("hints_bypassed", c.hints_bypassed, "Windows that were in L1 when that was asked."),
+        counter("hints_joined", c.hints_joined, "Windows some of which was on its way already."),
+        counter("hints_done", c.hints_done, "Windows that were brought to L1."),
+        counter("hints_failed", c.hints_failed, "Windows that could not be brought to L1."),
+        counter("hints_cancelled", c.hints_cancelled, "Windows that were given up before they were in L1."),
+        counter("hints_denied_off", c.hints_denied_off, "Windows denied since none is prefetched."),
+        counter(
+            "hints_denied_busy",
+            c.hints_denied_busy,
+            "Windows denied since too many waited, or somebody was writing.",
+        ),
+        counter("hints_denied_room", c.hints_denied_room, "Windows denied for what L1 or leases may hold."),
+        counter(
+            "hints_denied_count",
+            c.hints_denied_count,
+            "Windows denied for how many tickets or leases there may be.",
+        ),
+        counter(
+            "hints_denied_deadline",
+            c.hints_denied_deadline,
+            "Windows whose deadline passed before their turn.",
+        ),
+        counter("hints_denied_ranges", c.hints_denied_ranges, "Windows denied for what they named."),
+        counter("hint_bytes", c.hint_bytes, "Bytes brought to L1 for hints."),
+        counter(
+            "hint_unread_bytes",
+            c.hint_unread_bytes,
+            "Of these, bytes that left L1 without having been read.",
+        ),
+        counter(
+            "promotions_discarded",
+            c.promotions_discarded,
+            "Blocks that came from L2 when something newer had taken their place.",
+        ),
+        counter("promotions_failed", c.promotions_failed, "Blocks that could not be brought from L2."),
         counter("timeouts", c.timeouts, "Requests that ran into their deadline."),
         counter("fsync_timeouts", c.fsync_timeouts, "Of these, fsyncs and drains."),
         counter("slabs_created", s.pool.created, "Slabs made."),

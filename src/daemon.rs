@@ -311,6 +311,9 @@ impl Daemon {
             lease_max_bytes: config.lease_max.0,
             lease_client_max_bytes: config.lease_client_max.0,
             lease_ttl_max: config.lease_ttl_max,
+            prefetch_window: config.prefetch_window,
+            prefetch_window_bytes: config.prefetch_window_bytes.0,
+            prefetch_queue: config.prefetch_queue,
         };
         let Recovered { tree, allocators, by_recency, dropped, refused, .. } = recovered;
         let mut core = Core::new(tree, pool.clone(), settings, allocators);

@@ -79,6 +79,37 @@ pub struct Counters {
     /// Changes that waited for a lease, and those that did so in vain.
     pub lease_waits: u64,
     pub lease_timeouts: u64,
+    pub hints: u64,
+    /// All in L1 when they came; found something on its way.
+    pub hints_bypassed: u64,
+    pub hints_joined: u64,
+    pub hints_done: u64,
+    pub hints_failed: u64,
+    pub hints_cancelled: u64,
+    /// The window is 0; the queue was full, or somebody was writing; no room; too many; the deadline; what they named.
+    pub hints_denied_off: u64,
+    pub hints_denied_busy: u64,
+    pub hints_denied_room: u64,
+    pub hints_denied_count: u64,
+    pub hints_denied_deadline: u64,
+    pub hints_denied_ranges: u64,
+    /// Brought by hints, and of that what left unread.
+    pub hint_bytes: u64,
+    pub hint_unread_bytes: u64,
+    /// Blocks that were read in vain: something newer had come; they could not be read.
+    pub promotions_discarded: u64,
+    pub promotions_failed: u64,
+}
+
+impl Counters {
+    pub fn hints_denied(&self) -> u64 {
+        self.hints_denied_off
+            + self.hints_denied_busy
+            + self.hints_denied_room
+            + self.hints_denied_count
+            + self.hints_denied_deadline
+            + self.hints_denied_ranges
+    }
 }
 
 /// Events kept for readers that come later.

@@ -146,6 +146,18 @@ pub struct Layer {
     #[arg(long, value_name = "TIME", help_heading = CONTROL)]
     pub lease_ttl_max: Option<Period>,
 
+    /// Windows that are prefetched at one time; 0: none. Default: 2.
+    #[arg(long, value_name = "COUNT", help_heading = CONTROL)]
+    pub prefetch_window: Option<u32>,
+
+    /// What those may bring to L1. Less than L1. Default: half of it.
+    #[arg(long, value_name = "SIZE", help_heading = CONTROL)]
+    pub prefetch_window_bytes: Option<Bytes>,
+
+    /// Windows that may wait until others have been prefetched. Default: 1024.
+    #[arg(long, value_name = "COUNT", help_heading = CONTROL)]
+    pub prefetch_queue: Option<u32>,
+
     /// Bytes that may be published and not yet on L2; writers beyond it wait. Less than L1, and at least 64MiB or
     /// half of L1, whichever is less. Default: a quarter of L1 within that, at most 4GiB.
     #[arg(long, value_name = "SIZE", help_heading = WRITING)]
@@ -369,6 +381,9 @@ impl Layer {
             lease_max,
             lease_client_max,
             lease_ttl_max,
+            prefetch_window,
+            prefetch_window_bytes,
+            prefetch_queue,
             dirty_limit,
             publish_wait,
             drain_timeout,

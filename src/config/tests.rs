@@ -83,6 +83,14 @@ fn what_is_rendered_can_be_read_again() {
 }
 
 #[test]
+fn prefetch_leaves_room_for_others() {
+    let config = resolve("l1=1GiB").expect("defaults");
+    assert_eq!((config.prefetch_window, config.prefetch_queue), (2, 1024));
+    assert_eq!(config.prefetch_window_bytes, Bytes::mib(512));
+    assert!(resolve("prefetch_window=0,prefetch_window_bytes=0B,prefetch_queue=0").is_ok(), "none at all");
+}
+
+#[test]
 fn leases_leave_room_for_others() {
     let config = resolve("l1=1GiB").expect("defaults");
     assert_eq!((config.lease_max, config.lease_client_max), (Bytes::mib(768), Bytes::mib(512)));
@@ -208,6 +216,12 @@ fn what_cannot_work_is_refused_with_a_remedy() {
             "--lease-client-max: 101MiB is more than --lease-max 100MiB",
         ),
         ("lease_ttl_max=0s".to_owned(), "--lease-ttl-max: 0s would end each lease at once"),
+        (
+            "l1=1GiB,prefetch_window_bytes=1GiB".to_owned(),
+            "--prefetch-window-bytes: 1GiB is not below the 1GiB of L1: nobody else could go on; give less",
+        ),
+        ("prefetch_window=257".to_owned(), "--prefetch-window: 257 is out of range; give at most 256"),
+        ("prefetch_queue=65537".to_owned(), "--prefetch-queue: 65537 is out of range; give at most 65536"),
         ("threads=0".to_owned(), "--threads: 0 is out of range"),
         ("threads=1".to_owned(), "--threads: 1 is not enough"),
         ("queue_depth=0".to_owned(), "--queue-depth: 0 is out of range"),

@@ -13,8 +13,9 @@ use dashmap::DashMap;
 use fuser::{
     AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, Errno as FuseErrno, FileAttr, FileHandle,
     FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner,
-    OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry,
-    ReplyIoctl, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    OpenFlags, PollEvents, PollFlags, PollNotifier, RenameFlags, ReplyAttr, ReplyCreate, ReplyData,
+    ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use nix::errno::Errno;
 
@@ -24,7 +25,7 @@ use crate::store::attr::{Attr, Change, Entry, NAME_MAX};
 use crate::store::change::Hurry;
 use crate::store::core::now;
 use crate::store::node::{Kind, ROOT_INO};
-use crate::store::{Answer, Caller, Handle, Opened, Store, UnitReply, WriteReply};
+use crate::store::{Answer, Caller, Handle, Opened, Store, UnitReply, Wake, WriteReply};
 
 /// Largest write and read in one request.
 const TRANSFER_MAX: u32 = 1 << 20;
@@ -438,7 +439,10 @@ impl Filesystem for KvFs {
                     Err(errno) => reply.error(fuse_errno(errno)),
                 }),
             ),
-            Some(Open::Control(opened)) => reply.data(&self.control.read(&opened, offset, size as usize)),
+            Some(Open::Control(opened)) => match self.control.read(&opened, offset, size as usize) {
+                Ok(bytes) => reply.data(&bytes),
+                Err(errno) => reply.error(fuse_errno(errno)),
+            },
             None => reply.error(FuseErrno::EBADF),
         }
     }
@@ -563,6 +567,37 @@ impl Filesystem for KvFs {
         reply: ReplyIoctl,
     ) {
         ioctl::answer(&self.store, self.get(fh), cmd, in_data, reply);
+    }
+
+    /// Everything is ready at any time, but for a handle whose tickets have not ended. A file must be answered, too: were the
+    /// kernel told that there is no poll, it would ask for no handle any more.
+    fn poll(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        ph: PollNotifier,
+        _events: PollEvents,
+        flags: PollFlags,
+        reply: ReplyPoll,
+    ) {
+        let wake = || -> Wake {
+            Box::new(move || {
+                if let Err(error) = ph.notify() {
+                    // ENODEV and EBADF: unmounted, and ENOENT: nobody polls any more.
+                    log::debug!("waking who polls a handle: {error}");
+                }
+            })
+        };
+        let ready = match self.get(fh) {
+            Some(Open::Control(opened)) => {
+                let waits = flags.contains(PollFlags::FUSE_POLL_SCHEDULE_NOTIFY);
+                self.control.poll(&opened, waits.then(wake))
+            }
+            _ => true,
+        };
+        let read = if ready { PollEvents::POLLIN | PollEvents::POLLRDNORM } else { PollEvents::empty() };
+        reply.poll(read | PollEvents::POLLOUT | PollEvents::POLLWRNORM);
     }
 
     fn readdir(&self, _req: &Request, ino: INodeNo, _fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {

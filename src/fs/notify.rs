@@ -1,4 +1,5 @@
-//! Telling the kernel that a name, or what it knows of a file's attributes, is not what it was.
+//! Telling the kernel that a name, or what it knows of a file's attributes, is not what it was, and that a handle that
+//! somebody polls can be read.
 //!
 //! The kernel takes directory locks while it handles a notification, and a request that holds such a lock may be
 //! waiting for us. So notifications go from a thread of their own, which holds no lock and which nobody waits for.
@@ -12,16 +13,17 @@ use fuser::{INodeNo, Notifier};
 use parking_lot::Mutex;
 
 use crate::shown;
-use crate::store::Notify;
+use crate::store::{Notify, Wake};
 
-enum Stale {
+enum Notice {
     Name { parent: u64, name: Box<[u8]> },
     Attributes { ino: u64 },
+    Wake(Wake),
 }
 
 /// The sending end: cheap, and never waits.
 pub struct Invalidator {
-    sender: Mutex<Option<Sender<Stale>>>,
+    sender: Mutex<Option<Sender<Notice>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -45,34 +47,39 @@ impl Invalidator {
 }
 
 impl Invalidator {
-    fn send(&self, stale: Stale) {
+    fn send(&self, notice: Notice) {
         if let Some(sender) = &*self.sender.lock() {
             // A failed send means that the mount is going away.
-            let _ = sender.send(stale);
+            let _ = sender.send(notice);
         }
     }
 }
 
 impl Notify for Invalidator {
     fn invalidate(&self, parent: u64, name: &[u8]) {
-        self.send(Stale::Name { parent, name: name.into() });
+        self.send(Notice::Name { parent, name: name.into() });
     }
 
     fn forget_attributes(&self, ino: u64) {
-        self.send(Stale::Attributes { ino });
+        self.send(Notice::Attributes { ino });
+    }
+
+    fn wake(&self, wake: Wake) {
+        self.send(Notice::Wake(wake));
     }
 }
 
-fn run(notifier: &Notifier, receiver: &Receiver<Stale>) {
-    while let Ok(stale) = receiver.recv() {
-        match stale {
-            Stale::Name { parent, name } => {
+fn run(notifier: &Notifier, receiver: &Receiver<Notice>) {
+    while let Ok(notice) = receiver.recv() {
+        match notice {
+            Notice::Name { parent, name } => {
                 if let Err(error) = notifier.inval_entry(INodeNo(parent), OsStr::from_bytes(&name)) {
                     // ENODEV and EBADF: unmounted. Opens check for themselves, so the kernel's view ends with its timeout.
                     log::debug!("invalidating {}: {error}", shown::name(&name));
                 }
             }
-            Stale::Attributes { ino } => {
+            Notice::Wake(wake) => wake(),
+            Notice::Attributes { ino } => {
                 // A negative offset leaves the pages alone. ENOENT: the kernel does not know that number.
                 if let Err(error) = notifier.inval_inode(INodeNo(ino), -1, 0) {
                     log::debug!("invalidating the attributes of {ino:x}: {error}");

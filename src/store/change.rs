@@ -301,6 +301,9 @@ impl Core {
         let hot = self.hot_mut(idx);
         hot.pins -= 1;
         hot.writing = false;
+        let hinted = hot.hints > 0;
+        self.wakes.hints |= hinted;
+        let hot = self.hot_mut(idx);
         if hot.emptied != emptied {
             self.answer_reads(idx);
             self.wake_if_unwritten(idx);

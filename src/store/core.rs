@@ -17,6 +17,7 @@ use super::node::{
     ALIAS_BASE, DURABLE, Detail, Idx, Kind, META_DIRTY, MOVED, NAMED, NO_INO, NONE, Node, NodeId, ROOT,
     ROOT_INO,
 };
+use super::pace::Pace;
 use super::patience::Patience;
 use super::promote::{BadTold, Load};
 use super::read::Served;
@@ -59,6 +60,10 @@ pub struct Settings {
     pub lease_max_bytes: u64,
     pub lease_client_max_bytes: u64,
     pub lease_ttl_max: Duration,
+    /// Hints that may run at one time, what they may bring to L1, and how many may wait.
+    pub prefetch_window: u32,
+    pub prefetch_window_bytes: u64,
+    pub prefetch_queue: u32,
 }
 
 /// Something to do once the lock is given back.
@@ -73,6 +78,8 @@ pub enum Effect {
         ino: u64,
     },
     Load(Load),
+    /// Somebody who polls a handle can read from it.
+    Wake(super::Wake),
     Serve(Box<Served>),
 }
 
@@ -101,6 +108,8 @@ pub struct Wakes {
     pub committer: bool,
     pub admission: bool,
     pub timer: bool,
+    /// A hint may go on: not a thread's work, but done before the lock is given back.
+    pub hints: bool,
 }
 
 /// How often each thread was called, so that a call between looking and waiting is not missed.
@@ -162,6 +171,7 @@ pub struct Core {
     pub around_bytes: u64,
     pub around_waiting: VecDeque<NodeId>,
     pub bad_told: BadTold,
+    pub pace: Pace,
     /// Those who were sent to look again, and the names of what they did not find.
     pub expected: Vec<Expected>,
     pub gone: Gone,
@@ -223,6 +233,7 @@ impl Core {
             around_bytes: 0,
             around_waiting: VecDeque::new(),
             bad_told: BadTold::default(),
+            pace: Pace::default(),
             expected: Vec::new(),
             gone: Gone::default(),
             aliases: HashMap::new(),
@@ -625,6 +636,7 @@ impl Core {
         if droppable && !listed {
             self.droppable.push_front::<Droppable>(&mut self.tree.nodes, idx);
             self.wakes.admission |= !self.waiters.is_empty();
+            self.kick_hints();
         } else if !droppable && listed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
         }

@@ -327,6 +327,11 @@ pub struct Hot {
     pub leases: u32,
     /// How many ranges of leases each block is in, as far as one ever was.
     pub leased: Vec<u32>,
+    /// How many hints that run hold something of it, and each block.
+    pub hints: u32,
+    pub hinted: Vec<u32>,
+    /// Bytes that hints brought and that nobody has read since.
+    pub hint_unread: u64,
     /// Changes that have begun to make holes of its blocks: what they have promised they finish, so nothing of it is
     /// leased meanwhile.
     pub zeroing: u32,
@@ -415,6 +420,9 @@ impl Hot {
             reads: Vec::new(),
             leases: 0,
             leased: Vec::new(),
+            hints: 0,
+            hinted: Vec::new(),
+            hint_unread: 0,
             zeroing: 0,
             lookups: Vec::new(),
             fsyncs: Vec::new(),
@@ -451,6 +459,16 @@ impl Hot {
     pub fn is_leased(&self, blocks: Range<usize>) -> bool {
         let end = blocks.end.min(self.leased.len());
         blocks.start < end && self.leased[blocks.start..end].iter().any(|count| *count > 0)
+    }
+
+    /// Whether a hint that runs keeps this block in L1.
+    pub fn is_hinted(&self, index: usize) -> bool {
+        self.hinted.get(index).is_some_and(|count| *count > 0)
+    }
+
+    /// Somebody reads what was brought.
+    pub fn is_read(&mut self) {
+        (self.promoted_unread, self.hint_unread) = (false, 0);
     }
 
     /// How many of a resident block's first `len` bytes somebody wrote: recycled memory behind them shows nothing but
@@ -560,6 +578,7 @@ impl Hot {
             || self.base.is_some()
             || !self.reads.is_empty()
             || self.leases > 0
+            || self.hints > 0
             || !self.lookups.is_empty()
             || !self.fsyncs.is_empty()
             || self.write_back != WriteBack::None

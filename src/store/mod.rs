@@ -25,6 +25,7 @@ pub mod lists;
 pub mod names;
 pub mod node;
 pub mod open;
+mod pace;
 pub mod patience;
 mod prepare;
 pub mod process;
@@ -40,7 +41,7 @@ pub mod tree;
 mod truncate;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use parking_lot::{Condvar, Mutex};
@@ -60,6 +61,9 @@ pub type WriteReply = Box<dyn FnOnce(Result<u32, Errno>) + Send>;
 pub type IoctlReply = Box<dyn FnOnce(Result<Vec<u8>, Errno>) + Send>;
 pub type AttrReply = Box<dyn FnOnce(Result<Attr, Errno>) + Send>;
 
+/// Wakes whoever polls a handle.
+pub type Wake = Box<dyn FnOnce() + Send>;
+
 /// The result of something that may have to wait.
 pub enum Answer<T> {
     Now(Result<T, Errno>),
@@ -72,6 +76,8 @@ pub trait Notify: Send + Sync {
     fn invalidate(&self, parent: u64, name: &[u8]);
     /// Of the attributes alone: what the kernel has of the bytes stays.
     fn forget_attributes(&self, ino: u64);
+    /// Somebody who polls a handle is to be woken.
+    fn wake(&self, wake: Wake);
 }
 
 pub struct Store {
@@ -136,6 +142,9 @@ impl Store {
 
     /// Gives the lock back and carries out what was collected under it.
     pub(crate) fn settle(self: &Arc<Self>, mut core: parking_lot::MutexGuard<'_, Core>) {
+        if core.wakes.hints {
+            core.advance_hints(Instant::now());
+        }
         let wakes = std::mem::take(&mut core.wakes);
         let effects = std::mem::take(&mut core.effects);
         // Before anybody can learn of what happened in another way.
@@ -176,7 +185,13 @@ impl Store {
         self.with(|core| {
             core.stopping = true;
             // Counted like any other call: a thread that has just found nothing to do looks again before it waits.
-            core.wakes = self::core::Wakes { writer: true, committer: true, admission: true, timer: true };
+            core.wakes = self::core::Wakes {
+                writer: true,
+                committer: true,
+                admission: true,
+                timer: true,
+                hints: false,
+            };
         });
     }
 
@@ -198,6 +213,12 @@ impl Store {
                 let notify = self.notify.lock().clone();
                 if let Some(notify) = notify {
                     notify.forget_attributes(ino);
+                }
+            }
+            Effect::Wake(wake) => {
+                let notify = self.notify.lock().clone();
+                if let Some(notify) = notify {
+                    notify.wake(wake);
                 }
             }
             Effect::Load(load) => self.submit_load(load),

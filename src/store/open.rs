@@ -281,7 +281,7 @@ impl Core {
             if let Some(slab) = &hot.slab {
                 slab.mark_lent(owner);
             }
-            hot.promoted_unread = false;
+            hot.is_read();
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);
             self.counters.opens_passthrough += 1;
         } else {

@@ -9,6 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
 
 use nix::errno::Errno;
 use parking_lot::Mutex;
@@ -143,6 +144,11 @@ impl Core {
     /// Starts to bring the blocks `wanted` of `idx` into L1; what is there or on its way is left alone. The rest of a
     /// file that can have a slab comes too, behind what anybody waits for. False: no memory.
     pub fn load_blocks(&mut self, idx: Idx, wanted: Range<usize>) -> bool {
+        self.load_blocks_as(idx, wanted, Class::Demand)
+    }
+
+    /// The same, with `wanted` among these.
+    pub fn load_blocks_as(&mut self, idx: Idx, wanted: Range<usize>, wanted_as: Class) -> bool {
         self.size_blocks(idx);
         let whole = self.take_promotion_slab(idx);
         let range = if whole { 0..blocks_for(self.node(idx).size) } else { wanted.clone() };
@@ -160,7 +166,7 @@ impl Core {
             // A group does not reach from what is waited for into the rest.
             let edge = [wanted.start, wanted.end].into_iter().find(|&edge| edge > index).unwrap_or(range.end);
             let stop = range.end.min(edge).min(index + if whole { GROUP_BLOCKS } else { 1 });
-            let class = if wanted.contains(&index) { Class::Demand } else { Class::Promotion };
+            let class = if wanted.contains(&index) { wanted_as } else { Class::Promotion };
             for at in index..stop {
                 let block = &self.hot_mut(idx).blocks[at];
                 let hole = block.mem.is_none() && !self.has_place(idx, at);
@@ -210,8 +216,7 @@ impl Core {
                 failed: Mutex::default(),
                 target: Mutex::new(Some(Target::L1)),
             });
-            self.counters.promoting += 1;
-            self.hot_mut(idx).transfers += 1;
+            self.begin_promotion(idx);
             load.parts.extend(reads.into_iter().map(|(blocks, offset, span)| Part {
                 class,
                 blocks,
@@ -258,6 +263,12 @@ impl Core {
         self.counters.promotions += 1;
         self.counters.promoted_bytes += size;
         true
+    }
+
+    fn begin_promotion(&mut self, idx: Idx) {
+        self.counters.promoting += 1;
+        self.hot_mut(idx).transfers += 1;
+        self.pace.begin(Instant::now());
     }
 
     fn take_load_memory(&mut self, idx: Idx, index: usize, whole: bool, len: usize) -> bool {
@@ -366,8 +377,7 @@ impl Core {
             failed: Mutex::default(),
             target: Mutex::new(Some(Target::Around { span, from, number })),
         });
-        self.counters.promoting += 1;
-        self.hot_mut(idx).transfers += 1;
+        self.begin_promotion(idx);
         let parts = reads
             .into_iter()
             .map(|(blocks, offset, span)| Part {
@@ -386,6 +396,9 @@ impl Core {
     /// A group has been read and checked; `bad` are the blocks that are not what was written.
     fn loaded(&mut self, group: &Group, target: Target, bad: &[usize], failed: Option<&io::Error>) {
         self.counters.promoting -= 1;
+        self.kick_hints();
+        let read = group.checks.iter().flat_map(|check| &check.parts).map(Span::len).sum::<usize>();
+        self.pace.add(read as u64, self.counters.promoting > 0, Instant::now());
         let Some(idx) = self.by_id(group.id) else { return };
         let size = self.node(idx).size;
         let sealed = self.hot(idx).is_some_and(super::hot::Hot::sealed);
@@ -397,6 +410,7 @@ impl Core {
         let hot = self.hot_mut(idx);
         // What was written anew while it was read may well not have been what the checksum was of.
         let (mut lost, mut outdated) = (false, false);
+        let (mut discarded, mut unusable) = (0, 0);
         let mut lost_blocks: SmallVec<[&Check; 4]> = SmallVec::new();
         for (check, gone) in group.checks.iter().zip(gone) {
             let is_bad = bad.contains(&check.index);
@@ -407,14 +421,17 @@ impl Core {
             let Some(block) = hot.blocks.get_mut(check.index) else {
                 lost |= is_bad && sealed;
                 outdated |= is_bad && !sealed;
+                discarded += u64::from(in_l1);
                 lost_blocks.extend((is_bad && sealed).then_some(check));
                 continue;
             };
             if block.version != check.version || (in_l1 && block.io != check.io) {
                 outdated |= is_bad;
+                discarded += u64::from(in_l1);
                 continue;
             }
             lost |= is_bad;
+            unusable += u64::from(is_bad && in_l1);
             lost_blocks.extend(is_bad.then_some(check));
             if in_l1 {
                 block.io = BlockIo::Idle;
@@ -427,6 +444,8 @@ impl Core {
                 block.bad = true;
             }
         }
+        self.counters.promotions_discarded += discarded;
+        self.counters.promotions_failed += unusable;
         for check in &group.checks {
             self.counters.read_l2_bytes += block_len(size, check.index) as u64;
         }

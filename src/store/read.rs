@@ -85,7 +85,7 @@ impl Core {
         for block in hot.blocks.iter_mut().take(last + 1).skip(first) {
             block.referenced = true;
         }
-        hot.promoted_unread = false;
+        hot.is_read();
         hot.pinned_to = if hot.pins == 0 { end } else { hot.pinned_to.max(end) };
         hot.pins += 1;
         let sealed = hot.sealed();

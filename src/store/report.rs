@@ -37,6 +37,10 @@ pub struct Snapshot {
     pub leases: u64,
     pub leased_bytes: u64,
     pub lease_max_bytes: u64,
+    /// Of what leases may hold, what is set aside for hints.
+    pub lease_aside_bytes: u64,
+    pub hints_running: u64,
+    pub hints_queued: u64,
     /// Changes that wait for a lease.
     pub waiting_for_leases: u64,
     pub poisoned: bool,
@@ -78,6 +82,9 @@ impl Store {
             leases: core.control.leases.count(),
             leased_bytes: core.control.leases.bytes(),
             lease_max_bytes: core.settings.lease_max_bytes,
+            lease_aside_bytes: core.control.leases.aside(),
+            hints_running: core.control.hints.running(),
+            hints_queued: core.control.hints.queued(),
             waiting_for_leases: core.waiters.iter().filter(|waiter| waiter.waits_for == Needs::Lease).count()
                 as u64,
             poisoned: core.poisoned,

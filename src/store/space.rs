@@ -95,7 +95,7 @@ impl Core {
         let node = self.node(idx);
         let Some(hot) = &node.hot else { return false };
         // What could not be stored may be here alone.
-        if hot.slab.is_none() || hot.transfers > 0 || node.has(LOST) || hot.leases > 0 {
+        if hot.slab.is_none() || hot.transfers > 0 || node.has(LOST) || hot.leases > 0 || hot.hints > 0 {
             return false;
         }
         if hot.sealed() && !hot.mixed {
@@ -118,7 +118,7 @@ impl Core {
             && !block.alone
             && block.io == BlockIo::Idle
             && self.has_place(idx, index)
-            && !self.hot(idx).is_some_and(|hot| hot.is_leased(index..index + 1))
+            && !self.hot(idx).is_some_and(|hot| hot.is_leased(index..index + 1) || hot.is_hinted(index))
     }
 
     /// Drops clean blocks of the file; it stays on the device.
@@ -129,7 +129,9 @@ impl Core {
         if std::mem::take(&mut hot.promoted_unread) {
             self.counters.promoted_unread += 1;
         }
+        let mut bytes = 0;
         if whole {
+            bytes = hot.slab.as_ref().map_or(0, crate::l1::Slab::capacity_bytes);
             hot.slab = None;
             hot.valid_to = 0;
             hot.mixed = false;
@@ -148,7 +150,9 @@ impl Core {
                     continue;
                 }
                 if self.hot(idx).is_some_and(|hot| self.chunk_droppable(idx, index, &hot.blocks[index])) {
-                    self.hot_mut(idx).blocks[index].mem = Mem::None;
+                    if let Mem::Chunk(chunk) = std::mem::take(&mut self.hot_mut(idx).blocks[index].mem) {
+                        bytes += chunk.len() as u64;
+                    }
                     dropped += 1;
                     if dropped == DROP_BLOCKS {
                         break;
@@ -156,6 +160,10 @@ impl Core {
                 }
             }
         }
+        let hot = self.hot_mut(idx);
+        let unread = hot.hint_unread.min(bytes);
+        hot.hint_unread -= unread;
+        self.counters.hint_unread_bytes += unread;
         self.tidy(idx);
     }
 
@@ -414,7 +422,7 @@ impl Core {
         self.drop_name(idx, None, true);
     }
 
-    /// Whole and never while open, leased, or not yet stored.
+    /// Whole and never while open, leased, brought to L1 by a hint, or not yet stored.
     pub fn may_evict(&self, idx: Idx) -> bool {
         let memory_only = self.settings.memory_only;
         let node = self.node(idx);
@@ -430,6 +438,7 @@ impl Core {
             && hot.base.is_none()
             && hot.reads.is_empty()
             && hot.leases == 0
+            && hot.hints == 0
             && hot.write_back == WriteBack::None
             && hot.supersedes.is_empty()
             && !hot.dirty_blocks()

@@ -76,7 +76,8 @@ impl Store {
             if core.stopping {
                 return;
             }
-            let next = core.deadlines.next().map_or(tend, |next| next.min(tend));
+            let hints = core.control.hints.next_deadline();
+            let next = [core.deadlines.next(), hints].into_iter().flatten().fold(tend, Instant::min);
             if next > now {
                 self.wake_timer.wait_until(&mut core, next);
                 if core.stopping {
@@ -86,6 +87,9 @@ impl Store {
             let now = Instant::now();
             while let Some(id) = core.deadlines.due(now) {
                 core.end_waits(id, now);
+            }
+            if tend <= now || core.control.hints.next_deadline().is_some_and(|at| at <= now) {
+                core.advance_hints(now);
             }
             if tend <= now {
                 core.end_leases(now);

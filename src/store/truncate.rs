@@ -276,6 +276,7 @@ impl Core {
     pub fn end_zeroing(&mut self, id: NodeId, begun: bool) {
         if let Some(hot) = self.by_id(id).filter(|_| begun).and_then(|idx| self.node_mut(idx).hot.as_mut()) {
             hot.zeroing = hot.zeroing.saturating_sub(1);
+            self.kick_hints();
         }
     }
 
@@ -349,6 +350,7 @@ impl Core {
         if let Some(idx) = self.by_id(id) {
             let hot = self.hot_mut(idx);
             hot.promised = hot.promised.saturating_sub(1);
+            self.kick_hints();
             self.close_if_done(idx);
         }
     }

@@ -34,11 +34,16 @@ impl Seen {
 }
 
 /// A window: of each range its file, or why there is none.
-type Window = Vec<Result<Seen, Errno>>;
+pub(super) type Window = Vec<Result<Seen, Errno>>;
 
 impl Core {
     /// Finds the files of all ranges.
-    fn window(&mut self, session: &mut Session, ranges: &[abi::Range], waits: Waits) -> Result<Window, Miss> {
+    pub(super) fn window(
+        &mut self,
+        session: &mut Session,
+        ranges: &[abi::Range],
+        waits: Waits,
+    ) -> Result<Window, Miss> {
         let mut window = Window::with_capacity(ranges.len());
         for range in ranges {
             window.push(match self.see(session, range, waits) {
@@ -152,6 +157,15 @@ impl Core {
         })
     }
 
+    /// Whether all of these ranges, which are there, is in L1.
+    pub(super) fn is_all_in_l1(&self, window: &[Seen]) -> bool {
+        let mut looked = 0;
+        window.iter().all(|seen| {
+            let state = self.state_of(seen, &mut looked);
+            state.is_ok_and(|state| state.blocks == state.blocks_l1)
+        })
+    }
+
     /// What is so of the file as a whole.
     pub(super) fn file_state(&self, idx: Idx) -> u8 {
         let node = self.node(idx);
@@ -166,7 +180,7 @@ impl Core {
         (if durable { abi::STATE_DURABLE } else { 0 }) | (if open { abi::STATE_OPEN } else { 0 })
     }
 
-    fn states(&self, window: &Window) -> Vec<RangeState> {
+    pub(super) fn states(&self, window: &Window) -> Vec<RangeState> {
         let mut looked = 0;
         let mut state = |seen: &Result<Seen, Errno>| {
             let state =
@@ -203,23 +217,11 @@ impl Core {
     ) -> Result<Vec<u8>, Miss> {
         let window = self.window(session, ranges, waits)?;
         let states = self.states(&window);
-        let sum = |count: fn(&RangeState) -> u64| states.iter().map(count).sum::<u64>();
-        let failed = states.iter().filter(|state| state.status != 0).count();
+        let sums = Sums::of(&states);
         classify.generation = self.tree.generation;
-        classify.absent = states.iter().filter(|s| s.status == -(Errno::ENOENT as i32)).count() as u32;
-        classify.failed = failed as u32;
-        classify.blocks = sum(|state| u64::from(state.blocks));
-        classify.blocks_l1 = sum(|state| u64::from(state.blocks_l1));
-        classify.bytes = sum(|state| state.bytes);
-        classify.bytes_l1 = sum(|state| state.bytes_l1);
-        classify.tier = match (failed, tier(classify.blocks, classify.blocks_l1)) {
-            (0, tier) => tier,
-            (all, _) if all == states.len() => abi::TIER_ABSENT,
-            // What there is of it is in L1; all of it is not.
-            (_, abi::TIER_L1) if classify.blocks > 0 => abi::TIER_MIXED,
-            (_, abi::TIER_L1) => abi::TIER_L2,
-            (_, tier) => tier,
-        };
+        (classify.absent, classify.failed, classify.tier) = (sums.absent, sums.failed, sums.tier);
+        (classify.blocks, classify.blocks_l1) = (sums.blocks, sums.blocks_l1);
+        (classify.bytes, classify.bytes_l1) = (sums.bytes, sums.bytes_l1);
         match classify.tier {
             abi::TIER_L1 => self.counters.classified_l1 += 1,
             abi::TIER_MIXED => self.counters.classified_mixed += 1,
@@ -244,6 +246,42 @@ impl Core {
             }
         }
         Ok(abi::encode(&classify, &states))
+    }
+}
+
+/// What there is of a window as a whole.
+pub(super) struct Sums {
+    pub tier: u8,
+    pub absent: u32,
+    pub failed: u32,
+    pub blocks: u64,
+    pub blocks_l1: u64,
+    pub bytes: u64,
+    pub bytes_l1: u64,
+}
+
+impl Sums {
+    pub fn of(states: &[RangeState]) -> Self {
+        let sum = |count: fn(&RangeState) -> u64| states.iter().map(count).sum::<u64>();
+        let failed = states.iter().filter(|state| state.status != 0).count();
+        let (blocks, blocks_l1) =
+            (sum(|state| u64::from(state.blocks)), sum(|state| u64::from(state.blocks_l1)));
+        Self {
+            tier: match (failed, tier(blocks, blocks_l1)) {
+                (0, tier) => tier,
+                (all, _) if all == states.len() => abi::TIER_ABSENT,
+                // What there is of it is in L1; all of it is not.
+                (_, abi::TIER_L1) if blocks > 0 => abi::TIER_MIXED,
+                (_, abi::TIER_L1) => abi::TIER_L2,
+                (_, tier) => tier,
+            },
+            absent: states.iter().filter(|s| s.status == -(Errno::ENOENT as i32)).count() as u32,
+            failed: failed as u32,
+            blocks,
+            blocks_l1,
+            bytes: sum(|state| state.bytes),
+            bytes_l1: sum(|state| state.bytes_l1),
+        }
     }
 }
 

@@ -92,6 +92,8 @@ pub struct Leases {
     bytes: u64,
     clients: HashMap<Client, Used>,
     ranges: u64,
+    /// Of `bytes`: set aside for hints, which have no lease yet.
+    aside: u64,
     pub(super) due: BTreeSet<(Instant, u64)>,
 }
 
@@ -101,7 +103,12 @@ impl Leases {
     }
 
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.bytes - self.aside
+    }
+
+    /// What is set aside for the leases of hints.
+    pub fn aside(&self) -> u64 {
+        self.aside
     }
 
     fn of(&self, client: Client) -> Used {
@@ -180,31 +187,21 @@ impl Core {
             self.counters.leases_denied_count += 1;
             return Err(Errno::EMFILE);
         }
-        // Bytes are on their way into it, without the lock: it would not stay as it is. Or somebody has been sent to look
-        // again and will empty it where it is, which cannot wait.
-        let changing = |idx: Idx| {
-            let hot = self.hot(idx);
-            hot.is_some_and(|hot| hot.writing || hot.zeroing > 0 || hot.promised > 0)
-        };
-        if window.iter().any(|seen| changing(seen.idx) || changing(seen.shown)) {
+        if self.is_changing(&window) {
             self.counters.leases_denied_changing += 1;
             return Err(Errno::EAGAIN);
         }
         let client = Client::from(&*session.who);
-        let (used, count) = (self.control.leases.of(client), window.len() as u64);
-        if used.ranges + count > CLIENT_RANGES_MAX || self.control.leases.ranges + count > RANGES_MAX {
-            self.counters.leases_denied_count += 1;
-            return Err(Errno::EMFILE);
-        }
+        let count = window.len() as u64;
         let files = self.files_of(&window);
         let bytes: u64 = files.iter().map(|file| file.charge).sum();
-        if used.bytes + bytes > self.settings.lease_client_max_bytes {
-            self.counters.leases_denied_client += 1;
-            return Err(Errno::EDQUOT);
-        }
-        if self.control.leases.bytes + bytes > self.settings.lease_max_bytes {
-            self.counters.leases_denied_full += 1;
-            return Err(Errno::ENOSPC);
+        if let Err(errno) = self.room_for_lease(client, bytes, count) {
+            *(match errno {
+                Errno::EMFILE => &mut self.counters.leases_denied_count,
+                Errno::EDQUOT => &mut self.counters.leases_denied_client,
+                _ => &mut self.counters.leases_denied_full,
+            }) += 1;
+            return Err(errno);
         }
         let item = |seen: Seen| Item {
             node: self.id(seen.idx),
@@ -236,6 +233,54 @@ impl Core {
         session.leases.insert(lease);
         self.counters.leases_granted += 1;
         Ok((lease, ttl))
+    }
+
+    /// Bytes are on their way into a file of the window, without the lock: it would not stay as it is. Or somebody has been
+    /// sent to look again and will empty it where it is, which cannot wait.
+    pub(super) fn is_changing(&self, window: &[Seen]) -> bool {
+        let changing = |idx: Idx| {
+            let hot = self.hot(idx);
+            hot.is_some_and(|hot| hot.writing || hot.zeroing > 0 || hot.promised > 0)
+        };
+        window.iter().any(|seen| changing(seen.idx) || changing(seen.shown))
+    }
+
+    /// Whether a client may have a lease of so many bytes and ranges beside those there are.
+    pub(super) fn room_for_lease(&self, client: Client, bytes: u64, ranges: u64) -> Result<(), Errno> {
+        let (leases, used) = (&self.control.leases, self.control.leases.of(client));
+        match () {
+            () if used.ranges + ranges > CLIENT_RANGES_MAX || leases.ranges + ranges > RANGES_MAX => {
+                Err(Errno::EMFILE)
+            }
+            () if used.bytes + bytes > self.settings.lease_client_max_bytes => Err(Errno::EDQUOT),
+            () if leases.bytes + bytes > self.settings.lease_max_bytes => Err(Errno::ENOSPC),
+            () => Ok(()),
+        }
+    }
+
+    /// Whether a client may have such a lease if nobody has another.
+    pub(super) fn could_lease(&self, bytes: u64, ranges: u64) -> Result<(), Errno> {
+        match () {
+            () if ranges > CLIENT_RANGES_MAX => Err(Errno::EMFILE),
+            () if bytes > self.settings.lease_max_bytes => Err(Errno::ENOSPC),
+            () if bytes > self.settings.lease_client_max_bytes => Err(Errno::EDQUOT),
+            () => Ok(()),
+        }
+    }
+
+    /// Counts what a hint will lease as leased already, so that it is there when all has come.
+    pub(super) fn set_aside(&mut self, client: Client, bytes: u64, ranges: u64) {
+        let leases = &mut self.control.leases;
+        leases.recount(client, 0, bytes);
+        leases.add_ranges(client, ranges);
+        leases.aside += bytes;
+    }
+
+    pub(super) fn give_back_aside(&mut self, client: Client, bytes: u64, ranges: u64) {
+        let leases = &mut self.control.leases;
+        leases.aside -= bytes;
+        leases.recount(client, bytes, 0);
+        leases.remove_ranges(client, ranges);
     }
 
     /// Nobody has a share any more, or its time is over.

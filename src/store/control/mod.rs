@@ -6,13 +6,18 @@
 //! true for one instant, and a lease is granted in the same (rule R11).
 
 mod classify;
+mod fetch;
+mod hints;
 mod holds;
 mod leases;
 mod names;
 mod parts;
+mod prefetch;
 mod report;
 mod session;
 mod shares;
+mod text;
+mod tickets;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,9 +25,12 @@ use std::time::Instant;
 
 use nix::errno::Errno;
 
+pub use self::hints::Hints;
 pub use self::leases::Leases;
 use self::session::Session;
 pub use self::session::{SessionId, Who};
+pub use self::tickets::TICKETS_MAX;
+use self::tickets::Tickets;
 use super::core::Core;
 use super::hot::Then;
 use super::node::Idx;
@@ -47,6 +55,8 @@ pub struct State {
     /// Names that all of them have interned.
     names: u64,
     pub leases: Leases,
+    pub(in crate::store) tickets: Tickets,
+    pub hints: Hints,
 }
 
 impl State {
@@ -140,11 +150,10 @@ impl Core {
             Request::Release(lease, ranges) => self.release_lease(id, session, *lease, ranges),
             Request::Attach(lease) => self.attach(id, session, *lease),
             Request::Query(lease, room) => self.query(id, session, *lease, *room),
-            Request::Prefetch(..)
-            | Request::Cancel(..)
-            | Request::Ticket(..)
-            | Request::Drain(..)
-            | Request::Failures(..) => Err(Errno::EOPNOTSUPP.into()),
+            Request::Cancel(ticket) => self.ask_ticket(id, session, *ticket, true),
+            Request::Ticket(ticket) => self.ask_ticket(id, session, *ticket, false),
+            Request::Prefetch(prefetch, ranges) => self.prefetch(id, session, *prefetch, ranges, waits),
+            Request::Drain(..) | Request::Failures(..) => Err(Errno::EOPNOTSUPP.into()),
         }
     }
 
@@ -154,7 +163,7 @@ impl Core {
         let millis = |time: std::time::Duration| u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
         abi::Hello {
             header,
-            features: abi::FEATURE_LEASES,
+            features: abi::FEATURE_LEASES | abi::FEATURE_PREFETCH,
             names_max: NAMES_MAX,
             names_bytes_max: abi::NAMES_BYTES_MAX,
             ranges_max: abi::RANGES_MAX,
@@ -165,10 +174,10 @@ impl Core {
             parties_max: PARTIES_MAX,
             ttl_default_ms: millis(self.lease_ttl(0)),
             ttl_max_ms: millis(self.settings.lease_ttl_max),
-            prefetch_window: 0,
-            prefetch_queue: 0,
-            prefetch_bytes_max: 0,
-            tickets_max: 0,
+            prefetch_window: self.settings.prefetch_window,
+            prefetch_queue: self.settings.prefetch_queue,
+            prefetch_bytes_max: self.settings.prefetch_window_bytes,
+            tickets_max: TICKETS_MAX,
             reserved: 0,
         }
     }
@@ -192,15 +201,17 @@ impl Store {
             let Some(session) = core.control.sessions.remove(&id) else { return };
             core.control.names -= u64::from(session.names.count());
             core.release_all(id, &session);
+            core.drop_tickets(id);
         });
+    }
+
+    /// Whether what is written to a handle are names, and not text.
+    pub fn is_greeted(self: &Arc<Self>, id: SessionId) -> bool {
+        self.lock().is_greeted(id)
     }
 
     /// Names that came by write(2): all of them, or none.
     pub fn write_names(self: &Arc<Self>, id: SessionId, data: &[u8]) -> Result<u32, Errno> {
-        let in_text = |core: &Core| core.control.sessions.get(&id).is_none_or(|session| !session.greeted);
-        if in_text(&self.lock()) {
-            return Err(Errno::EOPNOTSUPP);
-        }
         let list = abi::names_in_write(data)?;
         let len = data.len() as u32;
         self.with(|core| {
@@ -257,6 +268,11 @@ impl Store {
 }
 
 impl Core {
+    /// Whether a session has said HELLO.
+    fn is_greeted(&self, id: SessionId) -> bool {
+        self.control.sessions.get(&id).is_some_and(|session| session.greeted)
+    }
+
     /// Interns a list for `session`, all of it or nothing.
     fn intern(&mut self, session: &mut Session, list: &NameList) -> Result<names::Batch, Errno> {
         let count = list.names.len() as u64;

@@ -234,6 +234,16 @@ impl Core {
         }
     }
 
+    /// What a path from the root leads to.
+    pub(super) fn find_path(&self, who: &Who, path: &[u8]) -> Result<Idx, Errno> {
+        let (parts, last) = split(&[], path);
+        let dir = self.walk(who, parts)?;
+        if last.is_empty() {
+            return Ok(dir);
+        }
+        self.tree.child(dir, last).ok_or(Errno::ENOENT)
+    }
+
     /// The file that ID named. Who cannot reach it by its name any more could once: it is what it is open for.
     pub(super) fn find_node(&self, who: &Who, id: u64) -> Result<Idx, Errno> {
         let idx = self.by_id(NodeId(id)).filter(|idx| *idx != ROOT).ok_or(Errno::ESTALE)?;
