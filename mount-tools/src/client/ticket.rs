@@ -244,6 +244,16 @@ impl Handle {
     }
 }
 
+impl Handle {
+    /// Waits until [`Handle::ends`] has something to say, and leaves it there. False: the time is over.
+    ///
+    /// # Errors
+    /// The daemon is gone.
+    pub fn readable(&self, timeout: Option<Duration>) -> Result<bool> {
+        self.session.readable(timeout.map(|timeout| Instant::now() + timeout))
+    }
+}
+
 impl Ticket {
     pub(super) fn drained(session: &Arc<Session>, number: u64) -> Self {
         Self { session: Arc::clone(session), number }
