@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use kvcachefs::error::{Error, Result};
-use mount_tools::client::{Handle, Place, Range};
+use mount_tools::client::{Errno, Handle, Place, Range};
 
 use crate::{asked, show};
 
@@ -39,12 +39,14 @@ impl Paths {
         let mut mount: Option<PathBuf> = None;
         let mut named = Vec::new();
         for shown in paths {
-            // A daemon that does not answer would keep us for ever, once we ask ourselves.
-            show::answer(shown, || match fs::metadata(shown) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-                _ => Ok(Vec::new()),
+            // A daemon that does not answer would keep us for ever, once we ask ourselves. What the kernel remembers of the
+            // path is no sign of life.
+            show::answer(shown, || asks(shown))?;
+            let place = Place::of(shown).map_err(|error| match error.errno() {
+                Errno::EXDEV => Error::new(shown.display(), "no kvcachefs is mounted there")
+                    .remedy("kvctl status lists the mounts"),
+                _ => Error::new(error, ""),
             })?;
-            let place = asked(Place::of(shown))?;
             let first = mount.get_or_insert_with(|| place.mount.clone());
             if *first != place.mount {
                 return Err(Error::new(
@@ -104,6 +106,16 @@ impl Paths {
         )
         .remedy(format!("name at most {most} at a time")))
     }
+}
+
+fn asks(path: &Path) -> io::Result<Vec<u8>> {
+    for at in std::path::absolute(path)?.ancestors() {
+        match nix::sys::statfs::statfs(at) {
+            Err(Errno::ENOENT) => {}
+            answer => return answer.map(|_| Vec::new()).map_err(io::Error::from),
+        }
+    }
+    Ok(Vec::new())
 }
 
 fn walk(shown: &Path, name: &Path, files: &mut Vec<File>) -> Result<()> {
