@@ -47,6 +47,7 @@ fn links_lead_to_files() {
         "docs/ARCHITECTURE.md",
         "docs/SEMANTICS.md",
         "docs/CONTROL.md",
+        "docs/CLIENTS.md",
         "docs/OPERATIONS.md",
         "docs/SECURITY.md",
         "docs/ON-DISK.md",
