@@ -104,6 +104,7 @@ fn links_lead_to_files() {
         "docs/RELIABILITY.md",
         "docs/SEMANTICS.md",
         "docs/CONTROL.md",
+        "docs/CLIENTS.md",
         "docs/OPERATIONS.md",
         "docs/SECURITY.md",
         "docs/ON-DISK.md",

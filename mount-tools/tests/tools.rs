@@ -3,122 +3,20 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::sync::Once;
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use place::{KVCTL, Place, is_running, kvctl, output, refuses, succeeds, wait_until};
 
+mod place;
 #[path = "../../tests/common/stall.rs"]
 mod stall;
 #[path = "../../tests/common/wedge.rs"]
 mod wedge;
 
-const KVCTL: &str = env!("CARGO_BIN_EXE_kvctl");
 const HELPER: &str = env!("CARGO_BIN_EXE_mount-kvcachefs");
-const LIMIT: Duration = Duration::from_secs(60);
-
-/// The tools find the daemon's program beside themselves. It belongs to another package, so it may be missing or old.
-fn build_daemon() {
-    static BUILT: Once = Once::new();
-    BUILT.call_once(|| {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["build", "--quiet", "--package=kvcachefs", "--bin=kvcachefs"]).current_dir(root);
-        let beside = Path::new(KVCTL).parent().unwrap();
-        if beside.ends_with("release") {
-            cargo.arg("--release");
-        }
-        assert!(cargo.arg("--target-dir").arg(beside.parent().unwrap()).status().unwrap().success());
-    });
-}
-
-struct Place(tempfile::TempDir);
-
-impl Place {
-    fn new() -> Self {
-        build_daemon();
-        let place = Self(tempfile::Builder::new().prefix("kvcachefs-tools-").tempdir().unwrap());
-        fs::create_dir(place.mnt()).unwrap();
-        place
-    }
-
-    fn mnt(&self) -> PathBuf {
-        self.0.path().join("mnt")
-    }
-
-    fn store(&self) -> String {
-        format!("{}:128MiB", self.0.path().join("store").display())
-    }
-
-    /// Mounts with `kvctl`, and answers the daemon's pid.
-    fn mount(&self) -> i32 {
-        let store = self.store();
-        succeeds(kvctl(&["mount", "--l1", "64MiB", "--log-level", "error", "--l2", &store]).arg(self.mnt()));
-        self.pid()
-    }
-
-    fn pid(&self) -> i32 {
-        let stats = succeeds(kvctl(&["stats"]).arg(self.mnt()));
-        stats.lines().find_map(|line| line.strip_prefix("pid ")).unwrap().parse().unwrap()
-    }
-
-    fn is_mounted(&self) -> bool {
-        let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
-        table.lines().any(|line| line.split(' ').nth(4) == self.mnt().to_str())
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        if self.is_mounted() {
-            // The daemon ends when its mount does.
-            let _ = nix::mount::umount2(&self.mnt(), nix::mount::MntFlags::MNT_DETACH);
-        }
-    }
-}
-
-fn kvctl(args: &[&str]) -> Command {
-    let mut command = Command::new(KVCTL);
-    command.args(args);
-    command
-}
-
-fn output(command: &mut Command) -> Output {
-    command.stdin(Stdio::null()).output().unwrap()
-}
-
-fn succeeds(command: &mut Command) -> String {
-    let out = output(command);
-    assert!(out.status.success(), "{command:?}: {}", String::from_utf8_lossy(&out.stderr));
-    String::from_utf8(out.stdout).unwrap()
-}
-
-/// Exit code 1, and one line on standard error that contains all of `parts`.
-fn refuses(command: &mut Command, parts: &[&str]) {
-    let out = output(command);
-    let said = String::from_utf8(out.stderr).unwrap();
-    assert_eq!(out.status.code(), Some(1), "{command:?}: {said}");
-    assert_eq!(said.lines().count(), 1, "not one line: {said:?}");
-    for part in parts {
-        assert!(said.contains(part), "no '{part}' in: {said}");
-    }
-}
-
-fn is_running(pid: i32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with(['Z', 'X']))
-}
-
-fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + LIMIT;
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}: never");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
 
 #[test]
 fn kvctl_mounts_shows_and_unmounts() {

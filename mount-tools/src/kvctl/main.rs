@@ -13,8 +13,16 @@ use kvcachefs::error::{Error, Result};
 use kvcachefs::mount::How;
 use kvcachefs::units::Period;
 
+mod classify;
+mod drain;
+mod interrupt;
+mod lease;
+mod listing;
+mod paths;
+mod prefetch;
 #[path = "../program.rs"]
 mod program;
+mod progress;
 mod show;
 mod umount;
 mod users;
@@ -70,6 +78,44 @@ enum Cmd {
         #[arg(short = 'f', long)]
         follow: bool,
     },
+    /// Show where files are, L1 or L2, and what holds them there.
+    Classify {
+        /// Files, and directories for all files below them; of one mount.
+        #[arg(required = true)]
+        paths: Vec<PathBuf>,
+        /// For programs: one object.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Bring files to L1, and wait until they are there.
+    Prefetch(prefetch::Args),
+    /// Keep files in L1 while a command runs; without one, until standard input ends or Ctrl-C.
+    Lease(lease::Args),
+    /// Wait until what has been written so far is durable.
+    Drain {
+        /// Files and directories of one mount; all that is in it if there are none. Without any: the only mount.
+        paths: Vec<PathBuf>,
+        /// How long it may take; what is not stored by then is stored all the same. As long as the mount allows if not given.
+        #[arg(short = 't', long, value_name = "TIME")]
+        timeout: Option<Period>,
+        /// For programs: one object.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show who keeps what in L1.
+    Leases {
+        mountpoint: Option<PathBuf>,
+        /// For programs: an array with one object for each lease.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show what is to be brought to L1.
+    Hints {
+        mountpoint: Option<PathBuf>,
+        /// For programs: an array with one object for each ticket.
+        #[arg(long)]
+        json: bool,
+    },
     /// Print the version.
     Version,
 }
@@ -83,7 +129,7 @@ fn main() -> ExitCode {
         Err(error) => return failed(&understood(&error)),
     };
     match act(cli.command) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => failed(&error),
     }
 }
@@ -95,7 +141,8 @@ fn failed(error: &Error) -> ExitCode {
 
 /// The daemon's words for a wrong command line, with this program's remedies.
 fn understood(error: &clap::Error) -> Error {
-    const COMMANDS: &str = "use mount, umount, status, stats, metrics, events or version";
+    const COMMANDS: &str = "use mount, umount, status, stats, metrics, events, classify, prefetch, lease, drain, leases, hints or \
+         version";
     match error.kind() {
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             Error::new("no command given", "").remedy(COMMANDS)
@@ -110,8 +157,8 @@ fn understood(error: &clap::Error) -> Error {
     }
 }
 
-fn act(command: Cmd) -> Result<()> {
-    match command {
+fn act(command: Cmd) -> Result<ExitCode> {
+    let done = match command {
         Cmd::Mount { args } => {
             let program = program::daemon()?;
             let error = Command::new(&program).args(["mount", "--daemon"]).args(args).exec();
@@ -131,8 +178,20 @@ fn act(command: Cmd) -> Result<()> {
         Cmd::Stats { mountpoint } => show::file(mountpoint.as_deref(), "stats"),
         Cmd::Metrics { mountpoint } => show::file(mountpoint.as_deref(), "metrics"),
         Cmd::Events { mountpoint, follow } => show::events(mountpoint.as_deref(), follow),
+        Cmd::Classify { paths, json } => classify::run(&paths, json),
+        Cmd::Prefetch(args) => prefetch::run(&args),
+        Cmd::Lease(args) => return lease::run(&args),
+        Cmd::Drain { paths, timeout, json } => drain::run(&paths, timeout.map(|time| time.0), json),
+        Cmd::Leases { mountpoint, json } => listing::run(mountpoint.as_deref(), "leases", json),
+        Cmd::Hints { mountpoint, json } => listing::run(mountpoint.as_deref(), "hints", json),
         Cmd::Version => print(format!("kvctl {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
+}
+
+/// What the client says is one line already.
+fn asked<T>(answer: mount_tools::client::Result<T>) -> Result<T> {
+    answer.map_err(|error| Error::new(error, ""))
 }
 
 /// Writes to standard output. Whoever closes it early (`| head`) has seen enough.

@@ -151,7 +151,11 @@ fn ours(dir: &Path) -> Result<Entry> {
     })
 }
 
-fn one(mountpoint: Option<&Path>) -> Result<Entry> {
+/// The mount that is meant: the given one, or the only one.
+///
+/// # Errors
+/// There is none, or there are several.
+pub fn one(mountpoint: Option<&Path>) -> Result<Entry> {
     if let Some(dir) = mountpoint {
         return ours(dir);
     }
@@ -166,12 +170,20 @@ fn one(mountpoint: Option<&Path>) -> Result<Entry> {
     }
 }
 
-fn read(dir: &Path, name: &'static str) -> Result<String> {
+/// What a control file says.
+///
+/// # Errors
+/// The mount is dead or silent.
+pub fn read(dir: &Path, name: &'static str) -> Result<String> {
     let file = dir.join(".ctl").join(name);
     answer(dir, || fs::read(file)).map(|text| String::from_utf8_lossy(&text).into_owned())
 }
 
-fn answer(dir: &Path, ask: impl FnOnce() -> io::Result<Vec<u8>>) -> Result<Vec<u8>> {
+/// What the mount at or around `dir` answers, with words for when it does not.
+///
+/// # Errors
+/// It is dead or silent, or `ask` fails.
+pub fn answer(dir: &Path, ask: impl FnOnce() -> io::Result<Vec<u8>>) -> Result<Vec<u8>> {
     let shown = dir.display();
     match mount::within(ANSWER_LIMIT, ask) {
         Some(Ok(text)) => Ok(text),
