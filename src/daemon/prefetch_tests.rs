@@ -777,3 +777,88 @@ fn two_hints_do_not_wait_for_each_other() {
     assert_nothing_left(&rig);
     rig.stop();
 }
+
+/// Who waits for a lease to end takes a place in the queue, and not that of who wants none.
+#[test]
+fn a_full_queue_keeps_nobody_who_could_begin() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = "prefetch_window=2,prefetch_queue=1,lease_max=5MiB,lease_client_max=5MiB";
+    let rig = cold_with(dir.path(), options, &["a", "b", "c"], 4 << 20);
+    let session = Session::new(&rig);
+    let (a, b, c) = (file(&rig, "a"), file(&rig, "b"), file(&rig, "c"));
+    session.begin(LEASED, &[a]);
+    let lease = session.end().lease;
+    rig.faults.hold(Class::Promotion);
+    let waits = session.prefetch(LEASED, &[b]);
+    assert_eq!(waits.state, abi::TICKET_QUEUED);
+    assert_eq!(session.denied(LEASED, &[c]), Errno::EAGAIN);
+    let plain = session.prefetch(PLAIN, &[c]);
+    assert_eq!(plain.state, abi::TICKET_RUNNING);
+    rig.faults.release(Class::Promotion);
+    assert_end(&session.end(), plain.ticket, abi::TICKET_DONE, 0);
+    session.release(lease);
+    assert_end(&session.end(), waits.ticket, abi::TICKET_DONE, 0);
+    drop(session);
+    assert_nothing_left(&rig);
+    rig.stop();
+}
+
+/// In a file that is written in place only a block is bad, and only the range that has it fails.
+#[test]
+fn a_bad_block_fails_the_range_that_it_is_in() {
+    for wish in [PLAIN, LEASED] {
+        let dir = tempfile::tempdir().unwrap();
+        let rig = cold_slots(dir.path(), "s");
+        let session = Session::new(&rig);
+        let handle = open(&rig, "s", libc::O_RDWR);
+        assert_eq!(write(&rig, &handle, 3 * BLOCK, &[5; BLOCK as usize]).recv().unwrap(), Ok(BLOCK as u32));
+        rig.faults.hold(Class::Promotion);
+        let window = [blocks(handle.id.0, 0, 1), blocks(handle.id.0, 1, 3)];
+        let ticket = session.begin(wish, &window);
+        rig.faults.flip_next_reads(1);
+        rig.faults.release(Class::Promotion);
+        let end = session.end();
+        let (state, status) = match wish.flags {
+            0 => (abi::TICKET_DONE, 0),
+            _ => (abi::TICKET_FAILED, libc::EIO),
+        };
+        assert_end(&end, ticket, state, status);
+        assert_eq!((end.failed, end.lease), (1, 0));
+        rig.store().release(&handle);
+        drop(session);
+        let _ = rig.drain();
+        assert_nothing_left(&rig);
+        rig.stop();
+    }
+}
+
+/// Whatever takes a block from L1 before all have come: it is read again, and then there is a lease.
+#[test]
+fn what_has_left_is_read_again_before_it_is_leased() {
+    let dir = tempfile::tempdir().unwrap();
+    let rig = cold_slots(dir.path(), "s");
+    rig.write("other", &[7; SIZE]);
+    assert_eq!(rig.drain(), Ok(()));
+    rig.store().with(|core| while core.drop_some(crate::store::node::NONE) {});
+    let session = Session::new(&rig);
+    let handle = open(&rig, "s", libc::O_RDWR);
+    assert_eq!(write(&rig, &handle, 3 * BLOCK, &[5; BLOCK as usize]).recv().unwrap(), Ok(BLOCK as u32));
+    rig.faults.hold(Class::Promotion);
+    let window = [blocks(handle.id.0, 0, 1), file(&rig, "other")];
+    let ticket = session.begin(LEASED, &window);
+    let resident =
+        |core: &mut crate::store::Core, at: usize| core.hot_mut(handle.id.idx()).blocks[at].resident();
+    rig.faults.release_some(Class::Promotion, 1);
+    rig.wait(|| rig.store().with(|core| resident(core, 0)));
+    rig.store().with(|core| core.hot_mut(handle.id.idx()).blocks[0].mem = crate::store::hot::Mem::None);
+    rig.faults.release(Class::Promotion);
+    let end = session.end();
+    assert_end(&end, ticket, abi::TICKET_DONE, 0);
+    assert!(end.lease > 0 && rig.store().with(|core| resident(core, 0)));
+    session.release(end.lease);
+    rig.store().release(&handle);
+    drop(session);
+    assert_eq!(rig.drain(), Ok(()));
+    assert_nothing_left(&rig);
+    rig.stop();
+}

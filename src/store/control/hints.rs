@@ -35,6 +35,9 @@ pub(super) struct LeaseWanted {
     pub ttl_ms: u32,
 }
 
+/// The number of a hint that has no ticket yet: behind all that have one.
+pub(super) const NOT_YET: u64 = u64::MAX;
+
 /// What the highest priority has, of these the earliest deadline, of these the first that came.
 type Turn = (Reverse<u8>, bool, Option<Instant>, u64);
 
@@ -119,24 +122,22 @@ impl Core {
     /// The first in the queue that can begin. Who is too large for what is left of the window waits for it, and all
     /// behind it. Who waits for a lease to end holds up only those who want one as well: of the same client, if it is what that
     /// one may have.
-    fn next_to_begin(&self) -> Option<u64> {
-        let hints = &self.control.hints;
+    fn next_to_begin<'h>(&self, queue: impl Iterator<Item = (u64, &'h Hint)>) -> Option<u64> {
         let mut full = false;
         let mut clients: HashSet<Client> = HashSet::new();
-        for turn in &hints.queue {
-            let hint = hints.all.get(&turn.3)?;
+        for (id, hint) in queue {
             if !self.window_has_room(hint.brings) {
                 return None;
             }
             if hint.lease.is_none() {
-                return Some(turn.3);
+                return Some(id);
             }
             let client = hint.client();
             if full || clients.contains(&client) {
                 continue;
             }
             match self.room_for_lease(client, hint.memory, hint.wants.len() as u64) {
-                Ok(()) => return Some(turn.3),
+                Ok(()) => return Some(id),
                 Err(Errno::EDQUOT) => {
                     clients.insert(client);
                 }
@@ -146,15 +147,14 @@ impl Core {
         None
     }
 
-    /// Whether a hint that came now would begin at once: whether it is the first that can.
+    /// Whether a hint that came now would begin at once: those that can have begun.
     pub(super) fn would_begin(&self, hint: &Hint) -> bool {
         let hints = &self.control.hints;
-        let ahead = hints.queue.range(..hint.turn(u64::MAX)).next().is_some();
-        let lease = || {
-            let client = hint.client();
-            self.room_for_lease(client, hint.memory, hint.wants.len() as u64).is_ok()
-        };
-        !ahead && self.window_has_room(hint.brings) && (hint.lease.is_none() || lease())
+        let known = |turn: &Turn| Some((turn.3, hints.all.get(&turn.3)?));
+        let turn = hint.turn(NOT_YET);
+        let before = hints.queue.range(..turn).filter_map(known);
+        let behind = hints.queue.range(turn..).filter_map(known);
+        self.next_to_begin(before.chain([(NOT_YET, hint)]).chain(behind)) == Some(NOT_YET)
     }
 
     /// Tickets that begin before one, and when it will be done, in ms (0: not known).
@@ -186,7 +186,10 @@ impl Core {
     }
 
     fn begin_hints(&mut self) {
-        while let Some(id) = self.next_to_begin() {
+        loop {
+            let hints = &self.control.hints;
+            let queue = hints.queue.iter().filter_map(|turn| Some((turn.3, hints.all.get(&turn.3)?)));
+            let Some(id) = self.next_to_begin(queue) else { return };
             let Some(mut hint) = self.control.hints.all.remove(&id) else { return };
             self.control.hints.queue.remove(&hint.turn(id));
             if hint.lease.is_some() {

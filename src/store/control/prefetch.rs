@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::classify::{Seen, Sums, millis};
-use super::hints::{Hint, LeaseWanted, Want};
+use super::hints::{Hint, LeaseWanted, NOT_YET, Want};
 use super::leases::Client;
 use super::session::{Session, SessionId};
 use super::tickets::Kind;
@@ -64,7 +64,7 @@ impl Core {
             Fate::Begins(hint) => {
                 asked.bytes_to_read = hint.bytes_total;
                 if ask {
-                    (asked.ahead, asked.estimate_ms) = self.outlook(&hint, u64::MAX);
+                    (asked.ahead, asked.estimate_ms) = self.outlook(&hint, NOT_YET);
                 } else {
                     let ticket = self.new_ticket(Kind::Prefetch, Some(id), session.who.clone(), asked.tag);
                     self.add_hint(ticket, *hint);
