@@ -43,7 +43,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::errno::Errno;
-use parking_lot::{Condvar, Mutex};
 
 pub use self::attr::{Attr, Entry};
 pub use self::core::{Core, Effect, Settings};
@@ -52,6 +51,7 @@ pub use self::process::Caller;
 use crate::l1::Pool;
 use crate::l2::volume::Volume;
 use crate::stats::Events;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 pub type EntryReply = Box<dyn FnOnce(Result<Entry, Errno>) + Send>;
 pub type ReadReply = Box<dyn FnOnce(Result<&[u8], Errno>) + Send>;
@@ -122,7 +122,7 @@ impl Store {
         *self.notify.lock() = Some(notify);
     }
 
-    pub(crate) fn lock(&self) -> parking_lot::MutexGuard<'_, Core> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Core> {
         self.core.lock()
     }
 
@@ -135,7 +135,7 @@ impl Store {
     }
 
     /// Gives the lock back and carries out what was collected under it.
-    pub(crate) fn settle(self: &Arc<Self>, mut core: parking_lot::MutexGuard<'_, Core>) {
+    pub(crate) fn settle(self: &Arc<Self>, mut core: MutexGuard<'_, Core>) {
         let wakes = std::mem::take(&mut core.wakes);
         let effects = std::mem::take(&mut core.effects);
         // Before anybody can learn of what happened in another way.

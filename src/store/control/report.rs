@@ -2,16 +2,16 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::store::Store;
+use crate::sync::now;
 use crate::units::Bytes;
 
 impl Store {
     /// One line for each lease that `uid` may see: its own, and all for root.
     pub fn leases_text(self: &Arc<Self>, uid: u32) -> String {
         let core = self.lock();
-        let now = Instant::now();
+        let now = now();
         let mut out = String::from("# id pid command age ttl ranges bytes parties\n");
         let all = &core.control.leases.all;
         let mut ids: Vec<u64> =
