@@ -119,10 +119,16 @@ fn what_is_granted_is_not_evicted() {
             }
         });
         holders.into_iter().chain([evicts, reads]).for_each(|task| task.join().unwrap());
-        // Nothing keeps anything any more.
-        while first.evict() {}
-        let pool = first.store.snapshot().pool;
-        assert_eq!((pool.used_slabs, pool.used_chunks), (0, 0));
+        // Nothing keeps anything for long.
+        let used = || {
+            let pool = first.store.snapshot().pool;
+            pool.used_slabs + pool.used_chunks
+        };
+        // A reader is answered before it lets go; for what never goes there is a limit of steps.
+        while used() > 0 {
+            first.evict();
+            shuttle::thread::yield_now();
+        }
     });
 }
 
@@ -251,7 +257,8 @@ fn a_lease_ends_once() {
         let extends = spawn(move || extends.extend(lease, 60_000));
         let releases = spawn(move || releases.release(lease, &[]).unwrap().state);
         let reads = rig.client(2);
-        let (told, ends) = (reads.read(&handle, 0, TWO as u64), rig.client(3));
+        let told = thread_rng().gen_bool(0.5).then(|| reads.read(&handle, 0, TWO as u64));
+        let ends = rig.client(3);
         let ends = spawn(move || {
             for _ in 0..3 {
                 ends.store.with(|core| {
@@ -272,7 +279,9 @@ fn a_lease_ends_once() {
         let extended = extends.join().unwrap();
         let state = releases.join().unwrap();
         [ends, writes].into_iter().for_each(|task| task.join().unwrap());
-        assert_eq!(told.recv().unwrap().map(|bytes| bytes.len()), Ok(TWO));
+        if let Some(told) = told {
+            assert_eq!(told.recv().unwrap().map(|bytes| bytes.len()), Ok(TWO));
+        }
         let counters = first.store.snapshot().counters;
         let expired = counters.leases_expired == 1;
         assert_eq!(state, abi::LEASE_GONE | if expired { abi::LEASE_EXPIRED } else { 0 });

@@ -35,8 +35,8 @@ impl Setup {
     /// A store with what `make` makes there, outside of the checker.
     pub fn new(options: &str, make: impl FnOnce(&Arc<Store>)) -> Arc<Self> {
         let dir = tempfile::tempdir().unwrap();
-        let l2 = format!("l2={}:{}", dir.path().join("device").display(), DEVICE);
-        let options = format!("lock=false,huge-pages=never,l2-engine=threads,{l2},{options}");
+        let l2 = format!("l2={}:{}B", dir.path().join("device").display(), DEVICE);
+        let options = format!("lock=false,huge-pages=off,l2-engine=threads,{l2},{options}");
         let flags = Layer::from_fstab(["mountpoint=/mnt/unused", &options]).unwrap();
         let config = Config::resolve(Layer::default(), Layer::default(), flags, &Host::probe()).unwrap();
         let ready = crate::background::start(false, None).unwrap().unwrap();
