@@ -2,7 +2,6 @@
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -24,6 +23,7 @@ use crate::store::Store;
 use crate::store::core::{Core, Settings};
 use crate::store::drain::Progress;
 use crate::store::recover::{Recovered, Recovery, SUPERSEDED, positions_max};
+use crate::sync::{JoinHandle, spawn};
 use crate::units::{Bytes, counted};
 
 /// Threads that check what comes from the devices and answer clients.
@@ -280,7 +280,7 @@ struct Daemon {
     store: Arc<Store>,
     volume: Option<Arc<Volume>>,
     read_only: bool,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<(&'static str, JoinHandle)>,
     notes: Vec<String>,
     /// The store files that this start has made; they go with it if it fails.
     made: Vec<Made>,
@@ -296,6 +296,13 @@ impl Daemon {
     }
 
     fn start_on(config: &Config, events: &Arc<Events>, ready: &Ready, wrap: Option<Wrap>) -> Result<Self> {
+        let mut daemon = Self::open_on(config, events, ready, wrap)?;
+        daemon.start_threads()?;
+        Ok(daemon)
+    }
+
+    /// All but the threads.
+    fn open_on(config: &Config, events: &Arc<Events>, ready: &Ready, wrap: Option<Wrap>) -> Result<Self> {
         let mut notes = Vec::new();
         let slab_bytes_max = config.slab_file_max.0.max(2 << 20).next_multiple_of(4096);
         raise_file_size(config, slab_bytes_max)?;
@@ -402,9 +409,7 @@ impl Daemon {
         }
         let store = Store::new(core, pool, volume.clone(), events.clone());
         let read_only = config.read_only;
-        let mut daemon = Self { store, volume, read_only, threads: Vec::new(), notes, made, said, files_max };
-        daemon.start_threads()?;
-        Ok(daemon)
+        Ok(Self { store, volume, read_only, threads: Vec::new(), notes, made, said, files_max })
     }
 
     fn start_threads(&mut self) -> Result<()> {
@@ -421,20 +426,15 @@ impl Daemon {
             if self.volume.is_none() && (name == "kv-write" || name == "kv-commit") {
                 continue;
             }
-            let store = self.store.clone();
-            let thread = std::thread::Builder::new()
-                .name(name.to_owned())
-                .spawn(move || {
-                    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&store)));
-                    if result.is_err() {
-                        // A rule was broken; what was durable is durable, and nothing else may be promised.
-                        log::error!("{name} panicked; ending the daemon");
-                        std::process::abort();
-                    }
-                })
-                .map_err(failed)?;
-            self.threads.push(thread);
+            self.start_thread(name, run).map_err(failed)?;
         }
+        Ok(())
+    }
+
+    fn start_thread(&mut self, name: &'static str, run: fn(&Arc<Store>)) -> std::io::Result<()> {
+        let store = self.store.clone();
+        let thread = spawn(name, move || run(&store))?;
+        self.threads.push((name, thread));
         Ok(())
     }
 
@@ -510,8 +510,7 @@ impl Daemon {
 
     fn stop(self) {
         self.store.stop_threads();
-        for thread in self.threads {
-            let name = thread.thread().name().unwrap_or("?").to_owned();
+        for (name, thread) in self.threads {
             if thread.join().is_err() {
                 log::error!("{name} panicked");
             }
@@ -669,6 +668,8 @@ mod drain_ticket_tests;
 mod full_device;
 #[cfg(test)]
 mod in_flight_tests;
+#[cfg(test)]
+mod interleavings;
 #[cfg(test)]
 mod late_release_tests;
 #[cfg(test)]

@@ -19,5 +19,6 @@ pub mod shown;
 pub mod signals;
 pub mod stats;
 pub mod store;
+pub mod sync;
 pub mod units;
 pub mod writeback;

@@ -28,7 +28,7 @@ use self::rng::Rng;
 mod client;
 mod crash;
 mod cuts;
-mod machine;
+pub(super) mod machine;
 mod model;
 pub(super) mod rig;
 pub(super) mod rng;

@@ -295,7 +295,7 @@ fn a_faulty_device_fails_lies_and_remembers_as_ordered() {
         (0..PAGE).filter(|&at| got[at] != right[at]).collect::<Vec<_>>()
     };
     assert_eq!(wrong(0), [PAGE / 2]);
-    assert_eq!(wrong(0), []);
+    assert_eq!(wrong(0), Vec::<usize>::new());
     faults.rot(2 * PAGE as u64 + 9);
     assert_eq!(wrong(2 * PAGE), [9]);
     assert_eq!(wrong(2 * PAGE), [9]);

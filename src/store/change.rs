@@ -145,6 +145,12 @@ impl Core {
         self.settings.device_pages.iter().max().map_or(0, |pages| pages * 4096)
     }
 
+    /// Something was given back that waiting changes may need. While the queue is being tried, whoever is tried is not in it,
+    /// and may have looked before.
+    pub fn call_waiters(&mut self) {
+        self.wakes.admission |= self.admitting || !self.waiters.is_empty();
+    }
+
     /// Who comes anew queues behind those who wait for room (rule R7).
     pub fn wait_in_turn(&self, queued: bool) -> Result<(), Stop> {
         let behind = self.admitting || self.waiters.iter().any(Waiter::is_for_room);
@@ -295,7 +301,7 @@ impl Core {
         emptied: u32,
         crc: Option<Running>,
     ) {
-        self.wakes.admission |= !self.waiters.is_empty();
+        self.call_waiters();
         let Some(idx) = self.by_id(id) else { return };
         let end = offset + len as u64;
         let hot = self.hot_mut(idx);

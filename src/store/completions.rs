@@ -2,11 +2,9 @@
 //! device's own thread does nothing but keep the device busy.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
-use parking_lot::{Condvar, Mutex};
+use crate::sync::{Condvar, JoinHandle, Mutex, spawn};
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -19,7 +17,7 @@ struct Queue {
 /// Jobs and the threads that do them.
 pub struct Completions {
     shared: Arc<(Mutex<Queue>, Condvar)>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    threads: Mutex<Vec<JoinHandle>>,
 }
 
 impl Completions {
@@ -30,7 +28,7 @@ impl Completions {
     pub fn start(&self, threads: usize) -> std::io::Result<()> {
         for at in 0..threads {
             let shared = self.shared.clone();
-            let thread = std::thread::Builder::new().name(format!("kv-done-{at}")).spawn(move || {
+            let thread = spawn(&format!("kv-done-{at}"), move || {
                 let (queue, wake) = &*shared;
                 loop {
                     let mut locked = queue.lock();
@@ -44,11 +42,7 @@ impl Completions {
                         wake.wait(&mut locked);
                     };
                     drop(locked);
-                    if catch_unwind(AssertUnwindSafe(job)).is_err() {
-                        // A rule was broken. Whoever waits for what was not done any more would wait for ever.
-                        log::error!("kv-done-{at} panicked; ending the daemon");
-                        std::process::abort();
-                    }
+                    job();
                 }
             })?;
             self.threads.lock().push(thread);
@@ -67,7 +61,8 @@ impl Completions {
         let (queue, wake) = &*self.shared;
         queue.lock().stopping = true;
         wake.notify_all();
-        for thread in self.threads.lock().drain(..) {
+        let threads = std::mem::take(&mut *self.threads.lock());
+        for thread in threads {
             if thread.join().is_err() {
                 log::error!("a completion thread panicked");
             }

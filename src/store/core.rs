@@ -641,7 +641,7 @@ impl Core {
         let listed = self.hot(idx).is_some_and(|hot| hot.in_l1_list);
         if droppable && !listed {
             self.droppable.push_front::<Droppable>(&mut self.tree.nodes, idx);
-            self.wakes.admission |= !self.waiters.is_empty();
+            self.call_waiters();
             self.room_for_hints();
         } else if !droppable && listed {
             self.droppable.remove::<Droppable>(&mut self.tree.nodes, idx);

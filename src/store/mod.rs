@@ -45,7 +45,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use parking_lot::{Condvar, Mutex};
 
 pub use self::attr::{Attr, Entry};
 pub use self::core::{Core, Effect, Settings};
@@ -54,6 +53,7 @@ pub use self::process::Caller;
 use crate::l1::Pool;
 use crate::l2::volume::Volume;
 use crate::stats::Events;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 pub type EntryReply = Box<dyn FnOnce(Result<Entry, Errno>) + Send>;
 pub type ReadReply = Box<dyn FnOnce(Result<&[u8], Errno>) + Send>;
@@ -129,7 +129,7 @@ impl Store {
         *self.notify.lock() = Some(notify);
     }
 
-    pub(crate) fn lock(&self) -> parking_lot::MutexGuard<'_, Core> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Core> {
         self.core.lock()
     }
 
@@ -142,7 +142,7 @@ impl Store {
     }
 
     /// Gives the lock back and carries out what was collected under it.
-    pub(crate) fn settle(self: &Arc<Self>, mut core: parking_lot::MutexGuard<'_, Core>) {
+    pub(crate) fn settle(self: &Arc<Self>, mut core: MutexGuard<'_, Core>) {
         if core.wakes.hints {
             core.advance_hints(Instant::now());
         }

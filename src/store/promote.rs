@@ -502,7 +502,7 @@ impl Core {
         if self.tree.nodes.get(idx).is_some() {
             self.answer_reads(idx);
         }
-        self.wakes.admission |= !self.waiters.is_empty();
+        self.call_waiters();
         if self.tree.nodes.get(idx).is_some() {
             self.close_if_done(idx);
         }

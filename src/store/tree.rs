@@ -389,7 +389,7 @@ mod tests {
         assert!(tree.nodes[next].rank() > rank);
         assert_eq!(listed(&tree), [next]);
         tree.unlink(next);
-        assert_eq!(listed(&tree), []);
+        assert_eq!(listed(&tree), Vec::<Idx>::new());
     }
 
     #[test]
@@ -409,7 +409,7 @@ mod tests {
             assert!(tree.nodes[a].rank() < tree.nodes[b].rank());
             assert_eq!(listed(&tree), [b]);
             tree.unlink(b);
-            assert_eq!(listed(&tree), []);
+            assert_eq!(listed(&tree), Vec::<Idx>::new());
         }
     }
 

@@ -266,7 +266,7 @@ impl Core {
         if left.len() > ZEROED_A_PASS {
             return Err(Stop::Again);
         }
-        self.wakes.admission |= !self.waiters.is_empty();
+        self.call_waiters();
         self.wake_if_unwritten(idx);
         self.close_if_done(idx);
         Ok(())

@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::errno::Errno;
 
@@ -18,6 +18,7 @@ use crate::store::core::Core;
 use crate::store::hot::{Place, WriteBack};
 use crate::store::node::{COMMITTED, DURABLE, Detail, Idx, LOST, META_DIRTY, NAMED, NodeId, ROOT, SLOT};
 use crate::store::{Store, UnitReply};
+use crate::sync::now;
 
 /// How long a commit waits for company, unless somebody waits for it.
 const COMMIT_EVERY: Duration = Duration::from_millis(20);
@@ -294,7 +295,7 @@ impl Core {
 impl Store {
     pub(crate) fn run_committer(self: &Arc<Self>) {
         let Some(volume) = self.volume.clone() else { return };
-        let mut last = Instant::now();
+        let mut last = now();
         loop {
             let mut core = self.lock();
             while !core.commit_ready() && !core.stopping {
@@ -307,14 +308,14 @@ impl Store {
             while !core.queue.urgent
                 && !core.stopping
                 && core.waiters.is_empty()
-                && last.elapsed() < COMMIT_EVERY
+                && now().saturating_duration_since(last) < COMMIT_EVERY
             {
                 if self.wake_committer.wait_until(&mut core, last + COMMIT_EVERY).timed_out() {
                     break;
                 }
             }
             self.settle(core);
-            last = Instant::now();
+            last = now();
             self.commit(&volume, false);
         }
     }

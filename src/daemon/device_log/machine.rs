@@ -30,7 +30,7 @@ impl Image {
         Self((0..len as usize / PAGE).map(|_| zeros.clone()).collect())
     }
 
-    fn read(&self, offset: u64, into: &Span) {
+    pub fn read(&self, offset: u64, into: &Span) {
         let first = offset as usize / PAGE;
         let pages = &self.0[first..first + into.len() / PAGE];
         pages.iter().enumerate().for_each(|(at, page)| into.copy_from(at * PAGE, &page[..]));
@@ -134,7 +134,7 @@ struct State {
     in_flight: Vec<Write>,
 }
 
-fn pages_of(span: &Span) -> Vec<Arc<Page>> {
+pub fn pages_of(span: &Span) -> Vec<Arc<Page>> {
     let mut bytes = vec![0; span.len()];
     span.copy_to(0, &mut bytes);
     bytes.chunks_exact(PAGE).map(|page| Arc::new(page.try_into().unwrap())).collect()

@@ -216,7 +216,7 @@ impl Core {
             if hot.hints == 0 {
                 hot.hinted = Vec::new();
             }
-            self.wakes.admission |= !self.waiters.is_empty();
+            self.call_waiters();
             self.tidy(idx);
         }
     }

@@ -145,7 +145,7 @@ impl Core {
 
     /// Something of a file is not leased any more.
     fn let_lease_go(&mut self, node: NodeId) {
-        self.wakes.admission |= !self.waiters.is_empty();
+        self.call_waiters();
         self.kick_hints();
         if let Some(idx) = self.by_id(node) {
             self.tidy(idx);

@@ -21,6 +21,7 @@ use super::{LEASES_MAX, PARTIES_MAX};
 use crate::store::change::Stop;
 use crate::store::core::Core;
 use crate::store::node::{Idx, NodeId};
+use crate::sync;
 
 /// The time to live of who asks for none.
 const TTL_DEFAULT: Duration = Duration::from_secs(60);
@@ -221,7 +222,7 @@ impl Core {
         let lease = leases.last;
         leases.recount(client, 0, bytes);
         leases.add_ranges(client, count);
-        let (granted, ttl) = (Instant::now(), self.lease_ttl(ttl_ms));
+        let (granted, ttl) = (sync::now(), self.lease_ttl(ttl_ms));
         let expires = granted + ttl;
         let share = || Share { session: id, left: HashMap::new() };
         let shares = (0..parties).map(|_| share()).collect();
@@ -318,7 +319,7 @@ impl Core {
                 }
             }
             self.counters.leases_expired += 1;
-            let age = lease.granted.elapsed().as_millis();
+            let age = now.saturating_duration_since(lease.granted).as_millis();
             self.event(format!(
                 "lease {id} of process {} ({}) ended after {age} ms: it was neither released nor extended",
                 lease.who.tgid, lease.who.command

@@ -240,7 +240,7 @@ impl Store {
         reply: IoctlReply,
     ) {
         self.with(|core| {
-            let now = Instant::now();
+            let now = crate::sync::now();
             let waits = Waits { are_over: until.is_some_and(|until| until <= now) };
             match core.control(id, &request, waits) {
                 Ok(answer) => core.reply(move || reply(Ok(answer))),

@@ -2,16 +2,16 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::store::Store;
+use crate::sync::now;
 use crate::units::Bytes;
 
 impl Store {
     /// One line for each lease that `uid` may see: its own, and all for root.
     pub fn leases_text(self: &Arc<Self>, uid: u32) -> String {
         let core = self.lock();
-        let now = Instant::now();
+        let now = now();
         let mut out = String::from("# id pid command age ttl ranges bytes parties\n");
         let all = &core.control.leases.all;
         let mut ids: Vec<u64> =
@@ -38,7 +38,7 @@ impl Store {
     /// The same of hints: one line for each that has not ended.
     pub fn hints_text(self: &Arc<Self>, uid: u32) -> String {
         let core = self.lock();
-        let now = Instant::now();
+        let now = now();
         let mut out =
             String::from("# ticket pid command state priority age deadline bytes of ranges ahead estimate\n");
         for (id, hint) in core.control.hints.all.iter().filter(|(_, hint)| uid == 0 || hint.who.uid == uid) {

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::time::Instant;
 
 use nix::errno::Errno;
 
@@ -13,6 +12,7 @@ use super::session::{Session, SessionId};
 use super::{LEASES_MAX, Miss};
 use crate::abi;
 use crate::store::core::Core;
+use crate::sync::now;
 
 /// Pieces of a range that a share may be left with: who gives back every other byte is told to take more at a time.
 const PARTS_MAX: usize = 1024;
@@ -60,7 +60,7 @@ impl Core {
             let state = abi::LEASE_GONE | if expired { abi::LEASE_EXPIRED } else { 0 };
             return abi::Lease { header: answer.header, lease: answer.lease, state, ..abi::Lease::default() };
         };
-        answer.ttl_ms = millis(lease.expires.saturating_duration_since(Instant::now()));
+        answer.ttl_ms = millis(lease.expires.saturating_duration_since(now()));
         answer.parties = lease.shares.len() as u32;
         answer.own = lease.own(id) as u32;
         answer.state = 0;
@@ -85,7 +85,7 @@ impl Core {
         asked: abi::Lease,
     ) -> Result<Vec<u8>, Miss> {
         self.has_share(session, asked.lease)?;
-        let expires = Instant::now() + self.lease_ttl(asked.ttl_ms);
+        let expires = now() + self.lease_ttl(asked.ttl_ms);
         let leases = &mut self.control.leases;
         let lease = leases.all.get_mut(&asked.lease).ok_or(Errno::ENOENT)?;
         leases.due.remove(&(lease.due, asked.lease));
