@@ -267,17 +267,17 @@ fn expected(number: u32, bytes: &[u8]) -> Option<Errno> {
     if u16_at(bytes, 2) & !flags_of(nr) != 0 {
         return Some(Errno::EINVAL);
     }
-    let reserved: &[std::ops::Range<usize>] = match nr {
-        3 => &[21..24],
-        4 => &[12..16],
-        7 => &[37..40],
-        8..=11 => &[44..48],
-        12 => &[29..32, 54..56],
-        13 | 14 => &[62..64, 68..72, 92..96],
-        15 => &[20..24],
-        _ => &[],
+    let reserved = match nr {
+        3 => [21..24, 0..0, 0..0],
+        4 => [12..16, 0..0, 0..0],
+        7 => [37..40, 0..0, 0..0],
+        8..=11 => [44..48, 0..0, 0..0],
+        12 => [29..32, 54..56, 0..0],
+        13 | 14 => [62..64, 68..72, 92..96],
+        15 => [20..24, 0..0, 0..0],
+        _ => [0..0, 0..0, 0..0],
     };
-    if reserved.iter().any(|place| bytes[place.clone()].iter().any(|byte| *byte != 0)) {
+    if reserved.into_iter().any(|place| bytes[place].iter().any(|byte| *byte != 0)) {
         return Some(Errno::EINVAL);
     }
     let (count, behind) = (u32_at(bytes, 4), bytes.len() - head);
