@@ -98,7 +98,7 @@ fn hold(rig: &Rig, names: &[&str]) {
 }
 
 #[test]
-fn a_drain_that_fails_names_the_file_until_its_end_is_read() {
+fn a_drain_that_fails_names_the_file_also_when_its_end_was_read() {
     let dir = tempfile::tempdir().unwrap();
     let rig = Rig::start(dir.path());
     let session = Session::new(&rig);
@@ -128,8 +128,19 @@ fn a_drain_that_fails_names_the_file_until_its_end_is_read() {
     assert_eq!((end.ticket, end.tag, end.kind), (begun.ticket, 7, abi::TICKET_DRAIN));
     assert_eq!((end.state, end.status), (abi::TICKET_FAILED, libc::EIO));
     assert_eq!((end.files, end.bytes, end.failed), (1, SIZE as u64, 2));
-    assert_eq!(session.failures(begun.ticket, 0, 8), Err(Errno::ENOENT));
     assert_eq!(session.ticket(begun.ticket, false).map(|_| ()), Err(Errno::ENOENT));
+    // Of the last sixteen drains that have failed.
+    for more in 0..16 {
+        assert_eq!(session.failures(begun.ticket, 0, 8).unwrap().1, 2, "{more} later");
+        hold(&rig, &["one"]);
+        let next = session.drain(1);
+        rig.faults.fail_next(Direction::Write, 1, libc::EIO);
+        rig.faults.release(Class::WriteBack);
+        let end = session.end();
+        assert_eq!((end.ticket, end.failed), (next, 1));
+        assert_eq!(session.failures(next, 0, 100), Ok((vec!["one".to_owned()], 1)));
+    }
+    assert_eq!(session.failures(begun.ticket, 0, 8), Err(Errno::ENOENT));
     drop(session);
     assert_eq!(rig.drain(), Ok(()), "it has been told");
     rig.stop();

@@ -16,7 +16,7 @@ use crate::store::hot::Then;
 use crate::store::node::{Idx, LOST, NONE};
 use crate::store::{Store, UnitReply};
 
-/// What a ticket's drain is doing. It is kept until the end of the ticket is read.
+/// What a ticket's drain is doing. It is kept until the end of the ticket is read, and a while longer if it has failed.
 pub(super) enum Drained {
     GoesOn(DrainId),
     Ended(Progress),
@@ -136,7 +136,7 @@ impl Core {
         mut asked: abi::Failures,
         room: usize,
     ) -> Result<Vec<u8>, Miss> {
-        if !self.control.tickets.has(id, asked.ticket) {
+        if !self.control.tickets.has_failures(id, asked.ticket) {
             return Err(Errno::ENOENT.into());
         }
         let progress = match self.control.drains.get(&asked.ticket) {

@@ -18,6 +18,8 @@ use crate::abi::{self, TicketState};
 use crate::store::core::{Core, Effect};
 use crate::store::{Store, Wake};
 
+/// Drains of one session whose failures are known still once their end was read.
+const TOLD_KEPT: usize = 16;
 /// Tickets of one session whose end it has not read.
 pub const TICKETS_MAX: u32 = 4096;
 
@@ -69,6 +71,8 @@ pub struct Progress {
 struct Owned {
     live: BTreeSet<u64>,
     ended: VecDeque<TicketState>,
+    /// Drains that have failed and whose end was read, the latest last: only then does one know whose failures to ask for.
+    told: VecDeque<u64>,
     /// Somebody waits until there is an end to read.
     wake: Option<Wake>,
 }
@@ -90,6 +94,12 @@ impl Tickets {
         let is_it =
             |owned: &Owned| owned.live.contains(&id) || owned.ended.iter().any(|end| end.ticket == id);
         self.of.get(&session).is_some_and(is_it)
+    }
+
+    /// Whether this session may ask what a drain could not store.
+    pub fn has_failures(&self, session: SessionId, id: u64) -> bool {
+        let was_told = |owned: &Owned| owned.told.contains(&id);
+        self.has(session, id) || self.of.get(&session).is_some_and(was_told)
     }
 }
 
@@ -173,6 +183,26 @@ impl Core {
             }
         }
         owned.ended.into_iter().for_each(|end| self.drain_was_not_told(end.ticket));
+        for id in owned.told {
+            self.control.drains.remove(&id);
+        }
+    }
+
+    /// A session has read how one of its tickets has ended.
+    fn end_was_read(&mut self, id: SessionId, end: &TicketState) {
+        let control = &mut self.control;
+        let Some(owned) = control.tickets.of.get_mut(&id).filter(|_| end.failed > 0) else {
+            control.drains.remove(&end.ticket);
+            return;
+        };
+        if control.drains.contains_key(&end.ticket) {
+            owned.told.push_back(end.ticket);
+        }
+        if owned.told.len() > TOLD_KEPT
+            && let Some(oldest) = owned.told.pop_front()
+        {
+            control.drains.remove(&oldest);
+        }
     }
 
     /// CANCEL, or TICKET: how it is now.
@@ -233,7 +263,7 @@ impl Store {
         let count = fit.min(owned.ended.len());
         let ends: Vec<TicketState> = owned.ended.drain(..count).collect();
         for end in &ends {
-            core.control.drains.remove(&end.ticket);
+            core.end_was_read(id, end);
         }
         Some(Ok(ends.as_bytes().to_vec()))
     }
