@@ -26,6 +26,8 @@ use crate::store::recover::{Recovered, Recovery, SUPERSEDED, positions_max};
 use crate::sync::{JoinHandle, spawn};
 use crate::units::{Bytes, counted};
 
+/// How long after its deadline a drain that has begun may take to say so.
+const UNBEGUN: Duration = Duration::from_secs(1);
 /// Threads that check what comes from the devices and answer clients.
 const COMPLETION_THREADS: usize = 2;
 /// Descriptors and mappings that are not slabs.
@@ -450,20 +452,17 @@ impl Daemon {
             let _ = sender.send((ended, progress));
         };
         let deadline = Instant::now().checked_add(timeout);
+        let late = |what: &str| {
+            Error::new("drain", format!("not everything could be stored within {timeout:?}: {what}"))
+                .remedy("what was durable is safe; --drain-timeout gives more time")
+        };
         self.store.drain_all(deadline, Box::new(tell));
         loop {
             match done.recv_timeout(Duration::from_millis(50)) {
                 Ok((Ok(()), _)) => return Ok(()),
                 Ok((Err(Errno::ETIMEDOUT), progress)) => {
                     let left = progress.files.saturating_sub(progress.drained_files);
-                    return Err(Error::new(
-                        "drain",
-                        format!(
-                            "not everything could be stored within {timeout:?}: {} left",
-                            counted(left, "file")
-                        ),
-                    )
-                    .remedy("what was durable is safe; --drain-timeout gives more time"));
+                    return Err(late(&format!("{} left", counted(left, "file"))));
                 }
                 Ok((Err(errno), progress)) => {
                     let mut cause =
@@ -476,6 +475,12 @@ impl Daemon {
                 }
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::new("drain", "the store has stopped").remedy("the log says why"));
+                }
+                // It does not begin before what has been closed is released, for which it waits as lookups do.
+                Err(RecvTimeoutError::Timeout)
+                    if deadline.is_some_and(|deadline| deadline + UNBEGUN < Instant::now()) =>
+                {
+                    return Err(late("files are still being closed"));
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }
