@@ -1,5 +1,6 @@
 //! The daemon: joins the parts, starts them in order and stops them in reverse.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -121,7 +122,8 @@ pub fn run(config: Config, ready: &mut Ready) -> Result<()> {
     // What --format empties is lost, so it is emptied for a mount that is there. Otherwise the store comes first: reading
     // its catalog takes a while, and clients would wait for it.
     let early = config.format.then(|| mount_watched(&config, &request, &sender)).transpose()?;
-    let mut daemon = match Daemon::start(&config, &events, ready) {
+    let stopped = early.as_ref().map(|(watch, _)| watch.stopped()).unwrap_or_default();
+    let mut daemon = match Daemon::start(&config, &events, ready, &stopped) {
         Ok(daemon) => daemon,
         Err(error) => {
             if let Some((_, mounted)) = early {
@@ -293,18 +295,35 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(config: &Config, events: &Arc<Events>, ready: &Ready) -> Result<Self> {
-        Self::start_on(config, events, ready, None)
+    fn start(
+        config: &Config,
+        events: &Arc<Events>,
+        ready: &Ready,
+        stopped: &Arc<AtomicBool>,
+    ) -> Result<Self> {
+        Self::start_on(config, events, ready, None, stopped)
     }
 
-    fn start_on(config: &Config, events: &Arc<Events>, ready: &Ready, wrap: Option<Wrap>) -> Result<Self> {
-        let mut daemon = Self::open_on(config, events, ready, wrap)?;
+    fn start_on(
+        config: &Config,
+        events: &Arc<Events>,
+        ready: &Ready,
+        wrap: Option<Wrap>,
+        stopped: &Arc<AtomicBool>,
+    ) -> Result<Self> {
+        let mut daemon = Self::open_on(config, events, ready, wrap, stopped)?;
         daemon.start_threads()?;
         Ok(daemon)
     }
 
     /// All but the threads.
-    fn open_on(config: &Config, events: &Arc<Events>, ready: &Ready, wrap: Option<Wrap>) -> Result<Self> {
+    fn open_on(
+        config: &Config,
+        events: &Arc<Events>,
+        ready: &Ready,
+        wrap: Option<Wrap>,
+        stopped: &Arc<AtomicBool>,
+    ) -> Result<Self> {
         let mut notes = Vec::new();
         let slab_bytes_max = config.slab_file_max.0.max(2 << 20).next_multiple_of(4096);
         raise_file_size(config, slab_bytes_max)?;
@@ -328,7 +347,7 @@ impl Daemon {
         .map_err(|error| Error::new("--l1", error))?;
         let uid = nix::unistd::geteuid().as_raw();
         let gid = nix::unistd::getegid().as_raw();
-        let (volume, recovered, made, said) = match open_volume(config, uid, gid, ready, wrap)? {
+        let (volume, recovered, made, said) = match open_volume(config, uid, gid, ready, wrap, stopped)? {
             Some(OpenedStore { volume, recovered, made, said }) => {
                 (Some(Arc::new(volume)), recovered, made, Some(said))
             }
@@ -543,6 +562,7 @@ fn open_volume(
     gid: u32,
     ready: &Ready,
     wrap: Option<Wrap>,
+    stopped: &Arc<AtomicBool>,
 ) -> Result<Option<OpenedStore>> {
     if config.is_memory_only() {
         return Ok(None);
@@ -558,6 +578,7 @@ fn open_volume(
         format: config.format,
         read_only: config.read_only,
         files_max: config.l2_files_max,
+        stopped: stopped.clone(),
         device: DeviceOptions {
             size: None,
             kind: match config.l2_engine {

@@ -7,7 +7,7 @@
 //! by the Rust runtime already.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::thread::{self, JoinHandle};
 
@@ -29,6 +29,7 @@ pub enum Stop {
 #[derive(Debug)]
 pub struct Watch {
     handle: Handle,
+    stopped: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -43,6 +44,8 @@ pub fn watch<M: From<Stop> + Send + 'static>(messages: Sender<M>) -> Result<Watc
     signal_hook::flag::register(SIGIO, Arc::new(AtomicBool::new(false))).map_err(failed)?;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(failed)?;
     let handle = signals.handle();
+    let stopped = Arc::new(AtomicBool::new(false));
+    let says = stopped.clone();
     let thread = thread::Builder::new()
         .name("signals".to_owned())
         .spawn(move || {
@@ -53,6 +56,7 @@ pub fn watch<M: From<Stop> + Send + 'static>(messages: Sender<M>) -> Result<Watc
                     continue;
                 }
                 log::info!("{} received", if signal == SIGTERM { "SIGTERM" } else { "SIGINT" });
+                says.store(true, Ordering::Relaxed);
                 if messages.send(M::from(stop)).is_err() {
                     return; // nobody is left to be stopped
                 }
@@ -60,7 +64,14 @@ pub fn watch<M: From<Stop> + Send + 'static>(messages: Sender<M>) -> Result<Watc
             }
         })
         .map_err(failed)?;
-    Ok(Watch { handle, thread: Some(thread) })
+    Ok(Watch { handle, stopped, thread: Some(thread) })
+}
+
+impl Watch {
+    /// Set once a stop has been asked for: for a start that is under way and hears no messages yet.
+    pub fn stopped(&self) -> Arc<AtomicBool> {
+        self.stopped.clone()
+    }
 }
 
 impl Drop for Watch {
@@ -91,6 +102,7 @@ mod tests {
         }
         kill(getpid(), Signal::SIGTERM).expect("kill");
         assert_eq!(rx.recv_timeout(wait), Ok(Stop::Orderly));
+        assert!(watch.stopped().load(Ordering::Relaxed));
         kill(getpid(), Signal::SIGINT).expect("kill");
         assert_eq!(rx.recv_timeout(wait), Ok(Stop::Now));
         drop(watch);

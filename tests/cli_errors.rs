@@ -176,6 +176,31 @@ fn a_start_that_is_refused_formats_nothing() {
     place.mounts(&[&format!("--l2={}", place.at("store"))]);
 }
 
+/// Nothing is emptied after somebody has stopped the start that was to do it.
+#[test]
+fn a_start_that_is_stopped_formats_nothing() {
+    use nix::sys::signal::{Signal, kill};
+    let place = Place::new();
+    let l2 = format!("--l2={}:64MiB", place.at("store"));
+    place.mounts(&[&l2]);
+    let old = fs::read(place.at("store")).unwrap();
+    // Held by another for less long than the start would wait for it.
+    let held = fs::File::open(place.at("store")).unwrap();
+    held.lock().unwrap();
+    let mut command = kvcachefs(["mount", "--log-level=error", "--l1=64MiB", "--format", &l2, &place.mnt()]);
+    let start = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
+    wait_until("the mount", || mounts_on(Path::new(&place.mnt())) == 1);
+    kill(nix::unistd::Pid::from_raw(start.id() as i32), Signal::SIGINT).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    drop(held);
+    wait_until("the start ends", || !is_running(start.id() as i32));
+    let output = start.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && said.contains("stopped by a signal"), "{output:?}");
+    assert!(fs::read(place.at("store")).unwrap() == old, "the store was emptied: {said}");
+    assert_eq!(mounts_on(Path::new(&place.mnt())), 0, "left mounted");
+}
+
 /// What is named as a pid file or a log is written, or goes: nothing else may be lost for it.
 #[test]
 fn a_pid_file_or_log_that_is_something_else_stays_as_it_is() {

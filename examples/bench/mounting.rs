@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 
 use kvcachefs::l2::record::{Put, Record};
 use kvcachefs::l2::volume::{CatalogReader, Volume, VolumeOptions};
@@ -100,6 +101,7 @@ fn format(device: &Path, cli: &Cli, files: u64) -> Result<()> {
         files_max: Some(cli.files + cli.files / 8),
         device: DeviceOptions::default(),
         wrap: None,
+        stopped: Arc::default(),
     };
     let failed = |error: kvcachefs::error::Error| Failure::new(error.to_string());
     let opened = Volume::open(&[(device, None)], &options, &mut Nobody).map_err(failed)?;

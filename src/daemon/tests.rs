@@ -51,7 +51,7 @@ impl Rig {
         let config = Config::resolve(Layer::default(), Layer::default(), flags, &Host::probe()).unwrap();
         let ready = crate::background::start(false, None).unwrap().unwrap();
         let events = Arc::new(Events::default());
-        let mut daemon = Daemon::start_on(&config, &events, &ready, Some(wrap)).unwrap();
+        let mut daemon = Daemon::start_on(&config, &events, &ready, Some(wrap), &Arc::default()).unwrap();
         daemon.keep_stores();
         let faults = FAULTS.with(|at| at.borrow_mut().take()).unwrap_or_default();
         Self { daemon, events, faults }

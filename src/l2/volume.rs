@@ -59,7 +59,21 @@ pub struct VolumeOptions {
     /// Nothing is written, and so no store made.
     pub read_only: bool,
     pub files_max: Option<u64>,
+    /// Once it is set, nothing is made or emptied any more.
+    pub stopped: Arc<AtomicBool>,
     pub device: DeviceOptions,
+}
+
+impl VolumeOptions {
+    fn go_on(&self) -> Result<()> {
+        if self.stopped.load(Ordering::Relaxed) {
+            return Err(Error::new(
+                "stopped by a signal",
+                "there is no mount, and the stores are as they were",
+            ));
+        }
+        Ok(())
+    }
 }
 
 pub struct Volume {
@@ -160,8 +174,9 @@ impl Volume {
         // First only looked at: what is refused must be as it was, its holes included.
         let mut claimed = Vec::new();
         for (path, size) in paths {
-            claimed
-                .push(claim_patiently(path, *size, options.format).map_err(|error| Error::new("", error))?);
+            let had = claim_patiently(path, *size, options);
+            options.go_on()?;
+            claimed.push(had.map_err(|error| Error::new("", error))?);
         }
         let plan = || Plan::new(&claimed, options);
         let mut warnings = Vec::new();
@@ -203,6 +218,10 @@ impl Volume {
             });
         }
         if let Some(plan) = plan {
+            if let Err(error) = options.go_on() {
+                devices.iter().for_each(Device::give_back);
+                return Err(error);
+            }
             let volume = Self::format(devices, plan)?;
             reader.devices(&data_blocks(&volume.supers), volume.files_max());
             return Ok(Opened { volume, fresh: true, read_in: Duration::ZERO, made, warnings });
@@ -410,12 +429,12 @@ const IN_USE_PATIENCE: Duration = Duration::from_secs(5);
 fn claim_patiently(
     path: &Path,
     size: Option<u64>,
-    remake: bool,
+    options: &VolumeOptions,
 ) -> std::result::Result<Claimed, DeviceError> {
     let deadline = Instant::now() + IN_USE_PATIENCE;
     loop {
-        match Claimed::open(path, size, remake) {
-            Err(error) if error.is_in_use() && Instant::now() < deadline => {
+        match Claimed::open(path, size, options.format) {
+            Err(error) if error.is_in_use() && Instant::now() < deadline && options.go_on().is_ok() => {
                 std::thread::sleep(Duration::from_millis(50));
             }
             result => return result,

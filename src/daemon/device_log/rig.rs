@@ -61,7 +61,8 @@ impl Rig {
             let file = OpenOptions::new().create(true).truncate(false).write(true).open(&spec.path);
             file.and_then(|file| image.show_in(&file)).unwrap();
         }
-        let daemon = machine.opening(|| Daemon::start_on(&setup.config, &events, &setup.ready, Some(plug)));
+        let daemon = machine
+            .opening(|| Daemon::start_on(&setup.config, &events, &setup.ready, Some(plug), &Arc::default()));
         daemon.map(|daemon| Self { daemon, events }).map_err(|error| format!("it does not open: {error}"))
     }
 

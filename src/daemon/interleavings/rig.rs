@@ -61,8 +61,14 @@ impl Setup {
     }
 
     fn open(&self, wrap: Wrap) -> Daemon {
-        let mut daemon =
-            Daemon::open_on(&self.config, &Arc::new(Events::default()), &self.ready, Some(wrap)).unwrap();
+        let mut daemon = Daemon::open_on(
+            &self.config,
+            &Arc::new(Events::default()),
+            &self.ready,
+            Some(wrap),
+            &Arc::default(),
+        )
+        .unwrap();
         daemon.keep_stores();
         daemon
     }

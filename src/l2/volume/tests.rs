@@ -28,6 +28,7 @@ fn options() -> VolumeOptions {
         format: false,
         read_only: false,
         files_max: None,
+        stopped: Arc::default(),
         device: DeviceOptions::default(),
     }
 }
