@@ -685,6 +685,8 @@ fn raise_limits(notes: &mut Vec<String>) -> usize {
 #[cfg(test)]
 mod catalog_tests;
 #[cfg(test)]
+mod control_model;
+#[cfg(test)]
 mod device_log;
 #[cfg(test)]
 mod drain_tests;

@@ -12,7 +12,7 @@ modes="auto daemon threads memory striped block strict"
 while [ $# -gt 0 ]; do
     case $1 in
     --modes) [ $# -gt 1 ] || { echo "--modes: name some of: $modes" >&2; exit 1; }; modes=$2; shift 2 ;;
-    --full) export KVCACHEFS_TEST_FULL=1 KVCACHEFS_TEST_KILLS=200 KVCACHEFS_TEST_CUTS=3000 KVCACHEFS_TEST_LIVES=20000 KVCACHEFS_TEST_FUZZ=20000000 KVCACHEFS_TEST_ROUNDS=500 KVCACHEFS_TEST_CYCLES=1000000 KVCACHEFS_TEST_SCHEDULES=20000; shift ;;
+    --full) export KVCACHEFS_TEST_FULL=1 KVCACHEFS_TEST_KILLS=200 KVCACHEFS_TEST_CUTS=3000 KVCACHEFS_TEST_LIVES=20000 KVCACHEFS_TEST_FUZZ=20000000 KVCACHEFS_TEST_ROUNDS=500 KVCACHEFS_TEST_CYCLES=1000000 KVCACHEFS_TEST_SCHEDULES=20000 KVCACHEFS_TEST_MODEL=300; shift ;;
     --) shift; break ;;
     -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;
     *) echo "$1: unknown; use --modes, --full or --" >&2; exit 1 ;;

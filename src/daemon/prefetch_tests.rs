@@ -19,17 +19,17 @@ const MIB: u64 = 1 << 20;
 
 /// What a hint asks for beside its ranges.
 #[derive(Clone, Copy, Default)]
-struct Wish {
-    flags: u16,
-    priority: u8,
-    deadline_ms: u32,
+pub(super) struct Wish {
+    pub flags: u16,
+    pub priority: u8,
+    pub deadline_ms: u32,
 }
 
 const LEASED: Wish = Wish { flags: abi::PREFETCH_LEASE, priority: 0, deadline_ms: 0 };
 const PLAIN: Wish = Wish { flags: 0, priority: 0, deadline_ms: 0 };
 
 impl Session<'_> {
-    fn prefetch(&self, wish: Wish, ranges: &[abi::Range]) -> abi::Prefetch {
+    pub fn prefetch(&self, wish: Wish, ranges: &[abi::Range]) -> abi::Prefetch {
         let header = abi::Header { flags: wish.flags, ..header(ranges.len()) };
         let (priority, deadline_ms) = (wish.priority, wish.deadline_ms);
         let head = abi::Prefetch { header, priority, deadline_ms, ..abi::Prefetch::default() };
@@ -51,15 +51,15 @@ impl Session<'_> {
         Errno::from_raw(head.status)
     }
 
-    fn ticket(&self, ticket: u64) -> Result<abi::Ticket, Errno> {
+    pub fn ticket(&self, ticket: u64) -> Result<abi::Ticket, Errno> {
         self.ask(Request::Ticket(asked(ticket))).map(|bytes| abi::Ticket::read_from_prefix(&bytes).unwrap().0)
     }
 
-    fn cancel(&self, ticket: u64) -> Result<abi::Ticket, Errno> {
+    pub fn cancel(&self, ticket: u64) -> Result<abi::Ticket, Errno> {
         self.ask(Request::Cancel(asked(ticket))).map(|bytes| abi::Ticket::read_from_prefix(&bytes).unwrap().0)
     }
 
-    fn ended(&self) -> Vec<TicketState> {
+    pub fn ended(&self) -> Vec<TicketState> {
         match self.0.store().read_ends(self.1, 1 << 20).unwrap() {
             Ok(bytes) => bytes
                 .chunks(size_of::<TicketState>())
