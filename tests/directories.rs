@@ -267,16 +267,9 @@ fn a_listing_goes_on_while_eviction_takes_files() {
     mount.check_bounds();
 }
 
-/// CPU time that the daemon has used, in ticks.
-fn ticks(mount: &Mount) -> u64 {
-    let stat = fs::read_to_string(format!("/proc/{}/stat", mount.pid())).unwrap();
-    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
-    fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
-}
-
-/// What one name costs does not grow with the number of names: a directory walk per call would be 50 times dearer here.
+/// What a name costs there is measured by `bench names`.
 #[test]
-fn a_flat_directory_of_many_names_stays_cheap() {
+fn a_flat_directory_keeps_many_names() {
     let full = std::env::var_os("KVCACHEFS_TEST_FULL").is_some();
     let (count, options) = if full {
         (1_000_000, Options::new(64, 6 << 10).arg("--l2-files-max=1200000"))
@@ -286,20 +279,9 @@ fn a_flat_directory_of_many_names_stays_cheap() {
     let mut mount = Mount::with(options);
     fs::create_dir(mount.at("d")).unwrap();
     let name = |at: usize| mount.at(&format!("d/{at:08x}-{at}"));
-    let make = |range: std::ops::Range<usize>| {
-        let before = ticks(&mount);
-        for at in range {
-            // Links are names without bytes: what is measured is the directory.
-            std::os::unix::fs::symlink("t", name(at)).unwrap();
-        }
-        ticks(&mount) - before
-    };
-    let step = count / 10;
-    let first = make(0..step);
-    make(step..count - 3 * step);
-    // The cheapest of three: other work on the machine makes some of them dearer.
-    let last = (1..=3).map(|left| make(count - left * step..count - (left - 1) * step)).min().unwrap();
-    assert!(last < first * 3 + 20, "{first} ticks for the first {step} names, {last} for some of the last");
+    for at in 0..count {
+        std::os::unix::fs::symlink("t", name(at)).unwrap();
+    }
     for at in (0..count).step_by(count / 1000) {
         assert!(fs::symlink_metadata(name(at)).unwrap().is_symlink());
         assert!(fs::symlink_metadata(mount.at(&format!("d/none{at}"))).is_err());
@@ -311,13 +293,11 @@ fn a_flat_directory_of_many_names_stays_cheap() {
         assert_eq!(mount.stat("files"), count as u64);
     }
     let name = |at: usize| mount.at(&format!("d/{at:08x}-{at}"));
-    let before = ticks(&mount);
-    for at in 0..step {
+    let gone = count / 10;
+    for at in 0..gone {
         fs::remove_file(name(at)).unwrap();
     }
-    let removing = ticks(&mount) - before;
-    assert!(removing < first * 3 + 20, "{first} ticks to make {step} names, {removing} to remove them");
     fs::write(mount.at("d/file"), b"x").unwrap();
     assert_eq!(fs::read(mount.at("d/file")).unwrap(), b"x");
-    assert_eq!(fs::read_dir(mount.at("d")).unwrap().count(), count - step + 1);
+    assert_eq!(fs::read_dir(mount.at("d")).unwrap().count(), count - gone + 1);
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 
-/// Measure the targets P1 to P6, P10 and P11 in pairs, on a temporary mount.
+/// Measure the targets P1 to P6, P8, P10 and P11 in pairs, on a temporary mount.
 #[derive(Debug, Parser)]
 #[command(name = "bench", max_term_width = 110)]
 pub struct Cli {
@@ -36,7 +36,7 @@ pub struct Cli {
     /// Blocks of the 200 requests are 18 MiB divided by this (hints)
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub hint_scale: u32,
-    /// Files in the catalog for P10
+    /// Files in the catalog for P10, and names in one directory (names)
     #[arg(long, value_name = "N", default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
     pub files: u64,
     /// Size of each of P10's files in KiB; they exist in the catalog only
@@ -88,6 +88,8 @@ pub enum What {
     Hints,
     /// Time to mount and memory of a full catalog
     P10,
+    /// What a name costs in a directory of very many, against one in an empty directory
+    Names,
     /// CPU time of the daemon while clients read warm files
     P11,
 }

@@ -22,6 +22,7 @@ mod ioctl;
 mod map;
 mod mount;
 mod mounting;
+mod names;
 mod pairs;
 mod report;
 mod store;
@@ -80,6 +81,7 @@ fn run(cli: &Cli) -> Result<Report> {
             What::P6 => control::run(cli, &mut report)?,
             What::Hints => hints::run(cli, &mut report)?,
             What::P10 => mounting::run(cli, &mut report)?,
+            What::Names => names::run(cli, &mut report)?,
             What::P11 => cpu::run(cli, &mut report)?,
         }
     }
