@@ -36,6 +36,9 @@ pub struct Cli {
     /// Blocks of the 200 requests are 18 MiB divided by this (hints)
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub hint_scale: u32,
+    /// Milliseconds that the simulated engine computes on each request (hints)
+    #[arg(long, value_name = "MS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=60_000))]
+    pub decode_ms: u64,
     /// Files in the catalog for P10, and names in one directory (names)
     #[arg(long, value_name = "N", default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
     pub files: u64,
@@ -64,6 +67,10 @@ impl Cli {
         Duration::from_millis(self.sample)
     }
 
+    pub fn decode(&self) -> Duration {
+        Duration::from_millis(self.decode_ms)
+    }
+
     pub fn scratch(&self) -> PathBuf {
         self.scratch.clone().unwrap_or_else(std::env::temp_dir)
     }
@@ -84,7 +91,7 @@ pub enum What {
     P5,
     /// Open and close of a warm file against a trivial daemon, and what classifying and leasing costs
     P6,
-    /// Tickets a second, and how many windows of 200 requests take a place in the prefetch window
+    /// Tickets a second; time to first token of 200 requests with and without hints, and how many windows take a place
     Hints,
     /// Time to mount and memory of a full catalog
     P10,

@@ -25,6 +25,7 @@ mod mounting;
 mod names;
 mod pairs;
 mod report;
+mod requests;
 mod store;
 mod trivial;
 mod warm;

@@ -16,6 +16,8 @@ pub struct Report(Vec<[String; 6]>);
 pub enum Unit {
     Bytes,
     Operations,
+    /// The time that one takes.
+    Each,
 }
 
 impl Unit {
@@ -23,6 +25,7 @@ impl Unit {
         match self {
             Self::Bytes => format!("{:.2} GB/s", rate / 1e9),
             Self::Operations => format!("{:.0} k/s", rate / 1e3),
+            Self::Each => format!("{:.0} ms", 1e3 / rate),
         }
     }
 }

@@ -261,8 +261,48 @@ impl Then {
     }
 }
 
+/// The state of a file that is in use or in L1.
+///
+/// What is looked at for each range of a window comes first, so that it is in two or three lines of the processor's caches: a
+/// window has hundreds of files, and nearly all that classifying it costs is waiting for memory.
+#[repr(C, align(64))]
 pub struct Hot {
+    pub slab: Option<Slab>,
+    pub blocks: Vec<Block>,
+    /// How many ranges of leases each block is in, as far as one ever was.
+    pub leased: Vec<u32>,
+    /// How many leases hold something of it.
+    pub leases: u32,
+    /// How many hints that run hold something of it, and each block.
+    pub hints: u32,
     pub phase: Phase,
+    /// In the list of files that L1 may drop.
+    pub l1: Links,
+    pub write_back: WriteBack,
+    /// The version whose bytes this one shows until it is written to (copy-on-write).
+    pub base: Option<NodeId>,
+    /// Device transfers that are going on.
+    pub transfers: u32,
+    /// Opens and truncates that were sent to look again and will arrive here to write.
+    pub promised: u32,
+    /// Changes that have begun to make holes of its blocks: what they have promised they finish, so nothing of it is
+    /// leased meanwhile.
+    pub zeroing: u32,
+    /// Copies between memory and a client that are going on right now.
+    pub pins: u32,
+    /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
+    pub mixed: bool,
+    /// One of them is a write. There is only one at a time: it may move the file's memory, define what lay between the
+    /// old end and its bytes, and go on with the running checksum. The kernel lets asynchronous direct writes and the
+    /// write-back of mappings come side by side.
+    pub writing: bool,
+    pub in_l1_list: bool,
+    /// The blocks, not the node, know where the bytes are on the device and their checksums.
+    pub placed: bool,
+    /// Storing it on the device failed; the next fsync says so.
+    pub failed: bool,
+    /// Its record, if it has or gets one, goes when that of its heir is there.
+    pub superseded: bool,
     /// Its number among the files under construction.
     pub building: Option<u64>,
     /// Pages of its device that it counts with beyond what it has there, until it is sealed or given up.
@@ -271,28 +311,16 @@ pub struct Hot {
     pub expected_in: u64,
     /// Pages that it had on its device when its construction began, and those that were set aside for it since.
     pub taken: u64,
-    pub slab: Option<Slab>,
-    /// Sealed in a slab that is not exactly the file: what comes from the device goes into chunks.
-    pub mixed: bool,
     /// The kernel has refused to read from the slab by itself.
     pub no_passthrough: bool,
     /// Bytes of the slab, from its start, whose content is defined. Beyond, up to the file's size, are zeros
     /// that nobody has written into recycled memory yet. Only while unsealed.
     pub valid_to: u64,
-    pub blocks: Vec<Block>,
     pub opened: SmallVec<[Opened; 1]>,
     /// Handles that can write, of all inode numbers.
     pub writers: u32,
-    /// Opens and truncates that were sent to look again and will arrive here to write.
-    pub promised: u32,
     /// The same to read.
     pub held: u32,
-    /// Copies between memory and a client that are going on right now.
-    pub pins: u32,
-    /// One of them is a write. There is only one at a time: it may move the file's memory, define what lay between the
-    /// old end and its bytes, and go on with the running checksum. The kernel lets asynchronous direct writes and the
-    /// write-back of mappings come side by side.
-    pub writing: bool,
     /// The write-back worker found somebody writing: it is next. Else a file that is written without a pause would hold
     /// up the whole publish queue (rule R4).
     pub claimed: bool,
@@ -302,45 +330,24 @@ pub struct Hot {
     pub emptied: u32,
     /// The last number given to a change or a transfer of a block. Blocks go and come back; numbers do not.
     numbers: u32,
-    /// Device transfers that are going on.
-    pub transfers: u32,
     /// The size that its record has, or that an fsync was promised: what it has grown by since is in no record before
     /// it is stored.
     pub size_kept: u64,
-    /// The blocks, not the node, know where the bytes are on the device and their checksums.
-    pub placed: bool,
-    pub write_back: WriteBack,
     /// Durable nodes whose records go when this one's is committed.
     pub supersedes: Vec<NodeId>,
-    /// The version whose bytes this one shows until it is written to (copy-on-write).
-    pub base: Option<NodeId>,
     /// How many copy-on-write versions show this one's bytes.
     pub based: u32,
     /// The version of which this one was made by copy-on-write.
     pub origin: Option<NodeId>,
     /// The version that has taken its name.
     pub heir: Option<NodeId>,
-    /// Its record, if it has or gets one, goes when that of its heir is there.
-    pub superseded: bool,
     pub reads: Vec<PendingRead>,
-    /// How many leases hold something of it.
-    pub leases: u32,
-    /// How many ranges of leases each block is in, as far as one ever was.
-    pub leased: Vec<u32>,
-    /// How many hints that run hold something of it, and each block.
-    pub hints: u32,
     pub hinted: Vec<u32>,
     /// Bytes that hints brought and that nobody has read since.
     pub hint_unread: u64,
-    /// Changes that have begun to make holes of its blocks: what they have promised they finish, so nothing of it is
-    /// leased meanwhile.
-    pub zeroing: u32,
     pub lookups: Vec<PendingLookup>,
     /// fsyncs, each with the number in the publish queue whose commit it waits for.
     pub fsyncs: Vec<(u64, UnitReply)>,
-    /// In the list of files that L1 may drop.
-    pub l1: Links,
-    pub in_l1_list: bool,
     /// The next block to look at when part of a large file is dropped from L1.
     pub clock: usize,
     /// The running checksum: the block it is in, how far it has come, and its state.
@@ -352,8 +359,6 @@ pub struct Hot {
     pub alias_made: Option<Instant>,
     /// All its further inode numbers that the kernel may know, that one among them.
     pub aliases: SmallVec<[u64; 1]>,
-    /// Storing it on the device failed; the next fsync says so.
-    pub failed: bool,
     /// Dropped from L1 without ever having been read since promotion counts as waste.
     pub promoted_unread: bool,
 }

@@ -76,9 +76,11 @@ impl Core {
         let same = nodes.chunk_by(|one, other| one == other);
         let mut files: Files =
             same.map(|all| FileUse { node: all[0], items: all.len() as u32, charge: 0 }).collect();
+        // Both are sorted, and every shown file is among the files.
+        let mut file = files.iter_mut();
         for all in blocks.chunk_by(|(one, _), (other, _)| one == other) {
             let charge = self.memory_of(all[0].0.idx(), all.iter().map(|(_, range)| range));
-            if let Some(file) = find(&mut files, all[0].0) {
+            if let Some(file) = file.find(|file| file.node == all[0].0) {
                 file.charge = charge;
             }
         }

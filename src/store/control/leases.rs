@@ -243,7 +243,7 @@ impl Core {
             let hot = self.hot(idx);
             hot.is_some_and(|hot| hot.writing || hot.zeroing > 0 || hot.promised > 0)
         };
-        window.iter().any(|seen| changing(seen.idx) || changing(seen.shown))
+        window.iter().any(|seen| changing(seen.idx) || (seen.shown != seen.idx && changing(seen.shown)))
     }
 
     /// Whether a client may have a lease of so many bytes and ranges beside those there are.
